@@ -1,0 +1,1 @@
+"""`mlxinfer app`: the desktop chat. Nothing lives here yet."""

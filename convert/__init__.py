@@ -1,0 +1,1 @@
+"""`mlxinfer convert`: any published checkpoint in, an MLX model out. Nothing lives here yet."""

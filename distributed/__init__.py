@@ -1,0 +1,1 @@
+"""`mlxinfer cluster`: one model over several Macs. Nothing lives here yet."""

@@ -1,0 +1,1 @@
+"""`mlxinfer lora`: fine-tuning with low-rank adapters. Nothing lives here yet."""
