@@ -1,0 +1,1 @@
+"""The engine: scheduler (what next), runner (one step), ragged (attention), sampling, worker (the one MLX thread)."""

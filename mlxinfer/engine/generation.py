@@ -1,0 +1,223 @@
+"""One request in flight, on the consumer's side: events from the MLX thread become text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mlxinfer.tokenizer import StopMatcher, Tokenizer
+from mlxinfer.types import Delta, FinishReason, Reply, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from mlxinfer.engine.engine import Engine, Event, Request
+    from mlxinfer.types import Timings
+
+
+class Generation:
+    """Iterate it once, sync or async, for Deltas. The last one, and only that, has a finish_reason.
+
+    Leaving the iteration early cancels the request. Errors of the engine are raised from the iteration.
+    """
+
+    def __init__(
+        self, request: Request, engine: Engine, tokenizer: Tokenizer, stop: tuple[str, ...], model: str
+    ) -> None:
+        self.id = request.spec.request_id
+        self.prompt_tokens = len(request.spec.prompt_token_ids)
+        self.model = model
+        self._eos = request.eos_token_ids
+        self._engine = engine
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._notify: Callable[[], object] | None = None
+        self._text = _TextAssembly(tokenizer, stop)
+        self._ended = False
+        self._iterated = False
+
+    def sink(self, event: Event) -> None:
+        """Called on the MLX thread."""
+        self._events.put(event)
+        if (notify := self._notify) is not None:
+            # The consumer's event loop may be gone by now; then nobody waits.
+            with contextlib.suppress(RuntimeError):
+                notify()
+
+    def cancel(self) -> None:
+        """End the request; the row is free within one step. Harmless when it has ended."""
+        if not self._ended:
+            self._engine.cancel(self.id)
+
+    def __iter__(self) -> Iterator[Delta]:
+        self._start()
+        try:
+            while not self._ended:
+                delta = self._take(self._events.get())
+                if delta is not None:
+                    yield delta
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        self._start()
+        loop = asyncio.get_running_loop()
+        wake = asyncio.Event()
+        self._notify = lambda: loop.call_soon_threadsafe(wake.set)
+        try:
+            while not self._ended:
+                try:
+                    event = self._events.get_nowait()
+                except queue.Empty:
+                    await wake.wait()
+                    wake.clear()
+                    continue
+                delta = self._take(event)
+                if delta is not None:
+                    yield delta
+        finally:
+            self._notify = None
+            self.cancel()
+
+    def _start(self) -> None:
+        if self._iterated:
+            raise RuntimeError("a Generation can be iterated only once")
+        self._iterated = True
+
+    def _take(self, event: Event) -> Delta | None:
+        if event.error is not None:
+            self._ended = True
+            raise event.error
+        if event.token is not None and not self._text.stopped:
+            self._text.add(event.token, is_eos=event.token in self._eos)
+            if self._text.stopped and event.finished is None:
+                # The terminal event follows within a step and brings the figures.
+                self._engine.cancel(self.id, "stop")
+        if event.finished is None:
+            return self._text.take()
+        self._ended = True
+        reason: FinishReason = "stop" if self._text.finish() else event.finished
+        usage = replace(event.usage or Usage(), completion_tokens=self._text.num_tokens)
+        last = self._text.take() or Delta()
+        return replace(last, finish_reason=reason, usage=usage, timings=event.timings)
+
+    def result(self) -> Reply:
+        """Wait for the whole reply."""
+        collected = _Collected(self.model)
+        for delta in self:
+            collected.add(delta)
+        return collected.reply()
+
+    async def aresult(self) -> Reply:
+        """`result` for an event loop."""
+        collected = _Collected(self.model)
+        async for delta in self:
+            collected.add(delta)
+        return collected.reply()
+
+
+class _TextAssembly:
+    """Tokens in, text out: partial characters and possible beginnings of stop strings are held back."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._matcher = StopMatcher(stop)
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self.num_tokens = 0
+        self.stopped = False
+
+    def add(self, token: int, *, is_eos: bool) -> None:
+        """Take a token in; the end-of-sequence token counts and is not part of the text."""
+        self.num_tokens += 1
+        if not is_eos:
+            self._ids.append(token)
+            self._feed(self._detokenizer.add(token))
+
+    def _feed(self, piece: str) -> None:
+        if piece and not self.stopped:
+            text, self.stopped = self._matcher.feed(piece)
+            self._text.append(text)
+
+    def finish(self) -> bool:
+        """Flush what was held; True when the text ended at a stop string."""
+        if not self.stopped:
+            self._feed(self._detokenizer.flush())
+        if not self.stopped:
+            self._text.append(self._matcher.flush())
+        return self.stopped
+
+    def take(self) -> Delta | None:
+        """What is ready to go out, or None."""
+        text = "".join(self._text)
+        if not text:
+            return None
+        ids, self._ids, self._text = tuple(self._ids), [], []
+        return Delta(text=text, token_ids=ids)
+
+
+class _Collected:
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.text: list[str] = []
+        self.ids: list[int] = []
+        self.reason: FinishReason = "cancelled"
+        self.usage: Usage | None = None
+        self.timings: Timings | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.ids += delta.token_ids
+        if delta.finish_reason is not None:
+            self.reason, self.usage, self.timings = delta.finish_reason, delta.usage, delta.timings
+
+    def reply(self) -> Reply:
+        return Reply(
+            "".join(self.text),
+            usage=self.usage,
+            timings=self.timings,
+            finish_reason=self.reason,
+            token_ids=self.ids,
+            model=self.model,
+        )
+
+
+class Stream:
+    """A reply as it is made: iterate it for pieces of text. `reply` is the whole, complete after the last piece.
+
+    `close`, or leaving the `with` block, cancels what is left and keeps the text so far.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._collected = _Collected(generation.model)
+        self._deltas = iter(generation)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        for delta in self._deltas:
+            self._collected.add(delta)
+            if delta.text:
+                return delta.text
+        raise StopIteration
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel the request if it still runs, and take in what it had made."""
+        self._generation.cancel()
+        for delta in self._deltas:
+            self._collected.add(delta)
+
+    @property
+    def reply(self) -> Reply:
+        """The reply so far; `finish_reason` is "cancelled" until the end is reached."""
+        return self._collected.reply()

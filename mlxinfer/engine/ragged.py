@@ -1,0 +1,273 @@
+"""A ragged batch under mlx-lm's unmodified models (docs/adr/0003-ragged-attention.md).
+
+A model sees one `RaggedKV` per layer in the place of mlx-lm's cache. Linear layers, norms and experts run on the
+whole batch; attention runs for each row over exactly that row's keys. With one row `RaggedKV` behaves like mlx-lm's
+own cache: real keys, real masks. With several, `update_and_fetch` gives the new keys back as a *handle*, and the
+attention function, put in place of mlx-lm's, recognises the handle and looks the rows' keys up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mlxinfer.engine.kv import SeqKV, Sequence, UnbatchableError
+from mlxinfer.upstream import ArraysCache, CacheList, create_causal_mask, install_attention, mlx_lm_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+
+class RowWindow:
+    """The mask of a batched step: each row sees its own last `window` keys. Opaque to the model."""
+
+    __slots__ = ("window",)
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+
+class Handles:
+    """The handles given out in the step that is being built: id(keys) → the cache they stand for.
+
+    Holding the arrays keeps their ids from being used again. Used on the MLX thread only.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[mx.array, mx.array, RaggedKV]] = {}
+        self.consumed: set[int] = set()
+        """Ids of the handles that attention has looked up."""
+
+    def give(self, keys: mx.array, values: mx.array, cache: RaggedKV) -> None:
+        self._held[id(keys)] = (keys, values, cache)
+
+    def find(self, keys: mx.array) -> tuple[mx.array, mx.array, RaggedKV] | None:
+        return self._held.get(id(keys)) if self._held else None
+
+    def clear(self) -> None:
+        self._held.clear()
+        self.consumed.clear()
+
+    def unused(self) -> int:
+        """Handles that attention never asked for: the model used the keys in another way."""
+        return len(self._held) - len(self.consumed)
+
+
+class RaggedKV:
+    """The cache of one layer for all rows of a batch, as mlx-lm's models expect one."""
+
+    def __init__(self, rows: list[SeqKV], handles: Handles) -> None:
+        self.rows = rows
+        self.handles = handles
+        self.window = rows[0].window
+        self.offset: int | mx.array = 0
+        """Position of the next token: an int for one row, [B] for several."""
+        self._after: int | mx.array = 0
+        self._latest: tuple[mx.array, mx.array] | None = None
+        self.poison = False
+        """Give NaN handles, so that a use outside of attention shows in the logits."""
+
+    def begin(self, before: int | mx.array, after: int | mx.array) -> None:
+        """Start a step: the positions before and after it, shared by all layers."""
+        self.offset = before
+        self._after = after
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
+        """The mask of a step of N tokens per row, asked for before the keys are appended."""
+        window = self.window if window_size is None else min(window_size, self.window or window_size)
+        if len(self.rows) > 1:
+            if return_array:
+                raise UnbatchableError("the model asks for a mask as an array")
+            return None if window is None or window == self.window else RowWindow(window)
+        row = self.rows[0]
+        seen = row.end - row.start if self.window is None else min(row.end - row.start, self.window - 1)
+        if N == 1:
+            if window is None or seen + 1 <= window:
+                return None
+            return mx.arange(seen + 1) > seen - window
+        if return_array or (window is not None and seen + N > window):
+            return create_causal_mask(N, seen, window_size=window)
+        return "causal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append [B, kv_heads, L, head_dim] to the rows. One row: all visible keys; several: a handle."""
+        self.offset = self._after
+        if len(self.rows) == 1:
+            self.rows[0].append(keys, values)
+            self._latest = self.rows[0].view(keys.shape[2])
+            return self._latest
+        count = len(self.rows)
+        for row, k, v in zip(self.rows, mx.split(keys, count), mx.split(values, count), strict=True):
+            row.append(k, v)
+        if self.poison:
+            keys, values = mx.full(keys.shape, mx.nan, keys.dtype), mx.full(values.shape, mx.nan, values.dtype)
+        self.handles.give(keys, values, self)
+        self._latest = (keys, values)
+        return self._latest
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last `update_and_fetch` of this step gave; layers that share this layer's keys ask here."""
+        assert self._latest is not None
+        return self._latest
+
+    @property
+    def max_size(self) -> int:
+        if self.window is None:
+            raise AttributeError("max_size")
+        return self.window
+
+    def size(self) -> int:
+        return max(row.end for row in self.rows)
+
+    def empty(self) -> bool:
+        return all(row.keys is None for row in self.rows)
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The buffer of a single row; pipeline-parallel models tie it to their communication."""
+        return self._only_row().keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self._only_row().keys = keys
+
+    @property
+    def values(self) -> mx.array | None:
+        return self._only_row().values
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self._only_row().values = values
+
+    def _only_row(self) -> SeqKV:
+        if len(self.rows) != 1:
+            raise UnbatchableError("the model reaches into the cache's buffers")
+        return self.rows[0]
+
+
+class RaggedAttention:
+    """Attention over handles; everything else goes to mlx-lm's function."""
+
+    def __init__(self) -> None:
+        self.handles = Handles()
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any = None,
+        scale: float = 1.0,
+        mask: Any = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Queries [B, heads, L, head_dim] → [B, heads, L, value_dim]."""
+        held = self.handles.find(keys) if isinstance(keys, mx.array) else None
+        if held is None:
+            if isinstance(cache, RaggedKV) and len(cache.rows) > 1:
+                raise UnbatchableError("the model transforms the keys between the cache and attention")
+            return mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+        _, handle_values, source = held
+        if values is not handle_values:
+            raise UnbatchableError("the model transforms the values between the cache and attention")
+        if mask is not None and not isinstance(mask, RowWindow):
+            raise UnbatchableError(f"the model brings its own mask ({type(mask).__name__})")
+        self.handles.consumed.add(id(keys))
+        return attend(queries, source.rows, scale=scale, window=mask.window if mask else None, sinks=sinks)
+
+
+def attend(
+    queries: mx.array, rows: Seq[SeqKV], *, scale: float, window: int | None = None, sinks: mx.array | None = None
+) -> mx.array:
+    """Queries [B, heads, L, head_dim], row b over the keys of rows[b] → [B, heads, L, value_dim]."""
+    length = queries.shape[2]
+    out: list[mx.array] = []
+    for query, row in zip(mx.split(queries, len(rows)), rows, strict=True):
+        keys, values = row.view(length)
+        if window is not None:
+            seen = min(keys.shape[2], window - 1 + length)
+            keys, values = keys[..., -seen:, :], values[..., -seen:, :]
+        limit = window or row.window
+        mask: Any = None
+        if length > 1:
+            before = keys.shape[2] - length
+            windowed = limit is not None and keys.shape[2] > limit
+            mask = create_causal_mask(length, before, window_size=limit) if windowed else "causal"
+        out.append(mx.fast.scaled_dot_product_attention(query, keys, values, scale=scale, mask=mask, sinks=sinks))
+    return mx.concatenate(out, axis=0)
+
+
+class Batch:
+    """Some sequences as the model sees them: `caches` is what goes into `model(tokens, cache=…)`.
+
+    Recurrent states are stacked by row while the batch lasts; `release` gives them back to their sequences.
+    """
+
+    def __init__(self, sequences: list[Sequence], attention: RaggedAttention) -> None:
+        assert sequences
+        self.sequences = sequences
+        self.attention = attention
+        self._kv: list[RaggedKV] = []
+        self._stacked: list[tuple[Any, list[Any]]] = []
+        layers = zip(*(s.layers for s in sequences), strict=True)
+        self.caches = [self._layer(list(row_layers)) for row_layers in layers]
+
+    def _layer(self, parts: list[Any]) -> Any:
+        if isinstance(parts[0], tuple):
+            return CacheList(*(self._layer(list(sub)) for sub in zip(*parts, strict=True)))
+        if isinstance(parts[0], SeqKV):
+            kv = RaggedKV(parts, self.attention.handles)
+            self._kv.append(kv)
+            return kv
+        if len(parts) == 1:
+            return parts[0]
+        merged = ArraysCache.merge(parts)
+        # merge marks a batch of empty states as left-padded by nothing, which costs a mask in every layer.
+        merged.left_padding = None
+        self._stacked.append((merged, parts))
+        return merged
+
+    def begin(self, length: int) -> None:
+        """Start a step of `length` tokens per row."""
+        if len(self.sequences) == 1:
+            before: Any = self.sequences[0].length
+        else:
+            before = mx.array([s.length for s in self.sequences])
+        after = before + length
+        for kv in self._kv:
+            kv.begin(before, after)
+        for sequence in self.sequences:
+            sequence.length += length
+
+    def end(self) -> None:
+        """Drop the step's handles."""
+        self.attention.handles.clear()
+
+    def release(self) -> None:
+        """Hand stacked recurrent states back to the sequences they belong to."""
+        for merged, parts in self._stacked:
+            for index, part in enumerate(parts):
+                part.cache = [None if c is None else c[index : index + 1] for c in merged.cache]
+        self._stacked.clear()
+
+    def poison(self, on: bool) -> None:
+        for kv in self._kv:
+            kv.poison = on
+
+    def arrays(self) -> list[mx.array]:
+        """The live arrays, to evaluate together."""
+        found = [a for s in self.sequences for a in s.arrays()]
+        return found + [c for merged, _ in self._stacked for c in merged.cache if c is not None]
+
+
+_attention = RaggedAttention()
+
+
+def ragged_attention() -> RaggedAttention:
+    """The attention of this process, put into every mlx-lm model module that is loaded by now."""
+    install_attention(_attention)
+    return _attention

@@ -1,0 +1,94 @@
+"""The one MLX thread. It owns every model, stream and array; it wakes on arrival and never polls.
+
+Other threads hand it functions (`call`) or give an engine requests; results leave through sinks, which run on this
+thread and must return at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class Steppable(Protocol):
+    """What the thread drives: an engine."""
+
+    def step(self) -> bool:
+        """Do one step; False when there was nothing to do."""
+        ...
+
+
+class MlxThread:
+    """A thread with an inbox of functions and a list of engines that it steps in turn while they have work."""
+
+    def __init__(self) -> None:
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._engines: list[Steppable] = []
+        self._thread = threading.Thread(target=self._run, name="mlx", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run `function` on the thread before its next step. Returns at once."""
+        self._inbox.append(function)
+        self._wake.set()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` on the thread and wait for what it returns or raises."""
+        if threading.current_thread() is self._thread:
+            return function()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+                future.set_exception(error)
+
+        self.post(run)
+        return future.result()
+
+    def attach(self, engine: Steppable) -> None:
+        """Step `engine` from now on. On the thread only."""
+        self._engines.append(engine)
+
+    def detach(self, engine: Steppable) -> None:
+        """Stop stepping `engine`. On the thread only."""
+        if engine in self._engines:
+            self._engines.remove(engine)
+
+    def _run(self) -> None:
+        while True:
+            # Cleared before the inbox is read: what arrives after that wakes the wait below.
+            self._wake.clear()
+            while self._inbox:
+                self._inbox.popleft()()
+            worked = False
+            for engine in list(self._engines):
+                worked = engine.step() or worked
+            if not worked and not self._inbox:
+                self._wake.wait()
+
+
+_lock = threading.Lock()
+_thread: MlxThread | None = None
+
+
+def mlx_thread() -> MlxThread:
+    """The MLX thread of this process, started on first use."""
+    global _thread
+    with _lock:
+        if _thread is None:
+            _thread = MlxThread()
+        return _thread

@@ -1,0 +1,271 @@
+"""The Python API: `load` a model, then chat, generate, stream and batch, from any thread or event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import secrets
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlxinfer.config import Settings, load_settings
+from mlxinfer.engine.engine import Engine, Request
+from mlxinfer.engine.generation import Generation, Stream
+from mlxinfer.engine.runner import RowSpec
+from mlxinfer.engine.sampling import RowSampling
+from mlxinfer.errors import ContextLengthError, InvalidRequestError
+from mlxinfer.types import Message, ModelInfo, Progress, ProgressEvent, Reply, SamplingParams
+
+if TYPE_CHECKING:
+    from mlxinfer.tokenizer import Tokenizer
+
+Prompt = str | Sequence[Message]
+
+
+def load(name: str, *, settings: Settings | None = None, progress: Progress | None = None, **overrides: Any) -> LLM:
+    """Load a model by alias, hub id, folder or .gguf file; it is fetched first when it isn't on this machine.
+
+    `overrides` are fields of Settings, for example `dtype="float16"` or `max_num_seqs=8`.
+    Raises ModelNotFoundError, OfflineError, GatedModelError, DownloadError, ModelFileError, UnsupportedModelError
+    or WontFitError.
+    """
+    from mlxinfer import zoo
+    from mlxinfer.engine.start import start_engine
+
+    if settings is None or overrides:
+        base = {} if settings is None else {f: getattr(settings, f) for f in Settings.__dataclass_fields__}
+        settings = load_settings(base | overrides)
+    files = zoo.resolve(name, settings, progress=progress)
+    if progress is not None:
+        progress(ProgressEvent("load", 0, files.size_bytes, name))
+    started = start_engine(files.kind, files.path, name=name, source=files.origin, settings=settings)
+    if progress is not None:
+        progress(ProgressEvent("load", files.size_bytes, files.size_bytes, name))
+    return LLM(started.info, started.tokenizer, started.defaults, started.engine, settings)
+
+
+class LLM:
+    """A loaded model. Thread-safe; requests made at the same time run as one batch."""
+
+    def __init__(
+        self, info: ModelInfo, tokenizer: Tokenizer, defaults: SamplingParams, engine: Engine, settings: Settings
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self.settings = settings
+        self._engine = engine
+        self._unloading = threading.Lock()
+
+    def __repr__(self) -> str:
+        i = self.info
+        return f"<LLM {i.name}: {i.model_type}, {i.num_parameters / 1e6:.0f}M parameters, {i.dtype}, {i.tier}>"
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unload()
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def prompt_ids(self, messages: Prompt, *, system: str | None = None, **template_kwargs: Any) -> list[int]:
+        """Token ids of a chat, the assistant's turn opened. `messages` may be one user message as a string."""
+        chat: list[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        if system is not None:
+            chat.insert(0, {"role": "system", "content": system})
+        if not chat:
+            raise InvalidRequestError("messages is empty; at least one message is needed", param="messages")
+        return self.tokenizer.chat_ids(chat, **template_kwargs)
+
+    def _raw_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    # -- the one way in --------------------------------------------------------------------------------------------
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Generation:
+        """Queue a request and return at once. Everything is validated here, before any work.
+
+        Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineClosedError.
+        """
+        vocab = self.info.vocab_size
+        if not prompt_ids:
+            raise InvalidRequestError("the prompt has no tokens; at least one is needed", param="prompt")
+        if (bad := next((t for t in prompt_ids if not 0 <= t < vocab), None)) is not None:
+            raise InvalidRequestError(f"token id {bad} is outside the vocabulary of {vocab}", param="prompt")
+        if (bad := next((t for t in params.logit_bias if t >= vocab), None)) is not None:
+            raise InvalidRequestError(f"logit_bias: id {bad} is outside the vocabulary of {vocab}", param="logit_bias")
+        params = params.with_defaults(self.defaults)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        spec = RowSpec(f"req-{secrets.token_hex(8)}", tuple(prompt_ids), RowSampling.of(params), seed)
+        request = Request(
+            spec,
+            self._token_budget(len(prompt_ids), params.max_tokens),
+            frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids,
+            priority,
+        )
+        generation = Generation(request, self._engine, self.tokenizer, params.stop, self.info.name)
+        self._engine.submit(request, generation.sink)
+        return generation
+
+    def _token_budget(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        limit = self.info.context_length
+        room = limit - prompt_tokens
+        if room < 1:
+            raise ContextLengthError(
+                f"the prompt has {prompt_tokens} tokens and the context is {limit}; shorten the prompt", param="prompt"
+            )
+        if max_tokens is not None and max_tokens > room:
+            raise ContextLengthError(
+                f"prompt ({prompt_tokens} tokens) + max_tokens ({max_tokens}) exceed the context of {limit}; "
+                f"max_tokens can be at most {room}",
+                param="max_tokens",
+            )
+        return room if max_tokens is None else max_tokens
+
+    # -- whole replies ---------------------------------------------------------------------------------------------
+
+    def chat(
+        self, messages: Prompt, *, system: str | None = None, params: SamplingParams | None = None, **sampling: Any
+    ) -> Reply:
+        """The assistant's reply. `sampling` are fields of SamplingParams, for example `temperature=0`."""
+        return self.submit(self.prompt_ids(messages, system=system), sampling_params(params, sampling)).result()
+
+    def generate(self, prompt: str | Sequence[int], *, params: SamplingParams | None = None, **sampling: Any) -> Reply:
+        """Continue a text or token ids as they are, without a chat template."""
+        return self.submit(self._raw_ids(prompt), sampling_params(params, sampling)).result()
+
+    async def achat(
+        self, messages: Prompt, *, system: str | None = None, params: SamplingParams | None = None, **sampling: Any
+    ) -> Reply:
+        """`chat` for an event loop."""
+        chosen = sampling_params(params, sampling)
+        ids = await asyncio.to_thread(self.prompt_ids, messages, system=system)
+        return await self.submit(ids, chosen).aresult()
+
+    async def agenerate(
+        self, prompt: str | Sequence[int], *, params: SamplingParams | None = None, **sampling: Any
+    ) -> Reply:
+        """`generate` for an event loop."""
+        chosen = sampling_params(params, sampling)
+        ids = await asyncio.to_thread(self._raw_ids, prompt)
+        return await self.submit(ids, chosen).aresult()
+
+    def batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        **sampling: Any,
+    ) -> list[Reply]:
+        """Replies to many prompts, run together, in the order of the prompts. One bad prompt fails all, before work.
+
+        With `raw`, prompts are continued as they are, without a chat template.
+        """
+        chosen = sampling_params(params, sampling)
+        ids = [self._ids(prompt, raw, system) for prompt in prompts]
+        for one in ids:
+            self._token_budget(len(one), chosen.max_tokens)
+        replies: list[Reply] = []
+        running: list[Generation] = []
+        try:
+            for one in ids:
+                if len(running) >= 2 * self.settings.max_num_seqs:
+                    replies.append(running.pop(0).result())
+                running.append(self.submit(one, chosen))
+            while running:
+                replies.append(running.pop(0).result())
+        finally:
+            for generation in running:
+                generation.cancel()
+        return replies
+
+    # -- streams ---------------------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        messages: Prompt,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        **sampling: Any,
+    ) -> Stream:
+        """The reply piece by piece. `raw` continues a text without a chat template. See Stream."""
+        chosen = sampling_params(params, sampling)
+        return Stream(self.submit(self._ids(messages, raw, system), chosen))
+
+    async def astream(
+        self,
+        messages: Prompt,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[str]:
+        """`stream` for an event loop; leaving the loop early cancels the request."""
+        chosen = sampling_params(params, sampling)
+        generation = self.submit(await asyncio.to_thread(self._ids, messages, raw, system), chosen)
+        try:
+            async for delta in generation:
+                if delta.text:
+                    yield delta.text
+        finally:
+            generation.cancel()
+
+    def _ids(self, prompt: Prompt, raw: bool, system: str | None) -> list[int]:
+        if not raw:
+            return self.prompt_ids(prompt, system=system)
+        if not isinstance(prompt, str):
+            raise InvalidRequestError("with raw the prompt must be a string", param="prompt")
+        if system is not None:
+            raise InvalidRequestError("system needs a chat template; it can't go with raw", param="system")
+        return self._raw_ids(prompt)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be served: not unloaded, and the MLX thread runs."""
+        return not self._engine.closed and self._engine.thread.alive
+
+    def stats(self) -> dict[str, int]:
+        """Running and waiting requests, tokens so far, bytes of weights and of KV."""
+        return self._engine.stats() | {"weight_bytes": self.info.weight_bytes}
+
+    def unload(self) -> None:
+        """End every request and free the model's memory. Later calls raise EngineClosedError."""
+        with self._unloading:
+            if not self._engine.closed:
+                self._engine.thread.call(self._engine.close)
+                gc.collect()
+                self._engine.thread.call(_return_memory)
+
+
+def _return_memory() -> None:
+    import mlx.core as mx
+
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+
+
+def sampling_params(params: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:
+    """`params` with keyword changes; a single `stop` string is taken too. An unknown keyword is an error."""
+    known = SamplingParams.__dataclass_fields__
+    if unknown := [name for name in changes if name not in known]:
+        raise InvalidRequestError(
+            f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(known)}", param=unknown[0]
+        )
+    if "stop" in changes:
+        stop = changes["stop"]
+        changes = changes | {"stop": (stop,) if isinstance(stop, str) else tuple(stop or ())}
+    return dataclasses.replace(params or SamplingParams(), **changes)
+
+
+__all__ = ["LLM", "Generation", "Stream", "load", "sampling_params"]

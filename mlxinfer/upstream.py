@@ -1,0 +1,160 @@
+"""The only file that imports mlx_lm. What the rest uses of it is listed here and held by tests/unit/test_upstream.py.
+
+Reused: model classes, `sanitize`, quantized layers and cache classes. Not reused: its loop, its server, its trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxinfer.errors import ModelFileError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+
+@contextlib.contextmanager
+def _file_limit_kept() -> Iterator[None]:
+    """mlx_lm lowers RLIMIT_NOFILE to 2048 when it is imported; a server with many clients needs its own limit."""
+    original = resource.setrlimit
+    resource.setrlimit = lambda *_: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = original
+
+
+with _file_limit_kept():
+    import mlx_lm.utils as _utils
+    from mlx_lm.models import base as _base
+    from mlx_lm.models import cache as _cache
+
+KVCache = _cache.KVCache
+RotatingKVCache = _cache.RotatingKVCache
+ArraysCache = _cache.ArraysCache
+CacheList = _cache.CacheList
+create_causal_mask = _base.create_causal_mask
+mlx_lm_attention = _base.scaled_dot_product_attention
+
+MODELS = "mlx_lm.models."
+
+
+def versions() -> dict[str, str]:
+    """Versions of what this file stands on."""
+    return {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
+
+
+def make_cache(model: nn.Module) -> list[Any]:
+    """One mlx-lm cache per layer, empty: the model's own `make_cache`, else a KVCache for each layer."""
+    return _cache.make_prompt_cache(model)
+
+
+def install_attention(attention: Callable[..., mx.array]) -> None:
+    """Put `attention` where every loaded mlx_lm model module looks `scaled_dot_product_attention` up.
+
+    Models bind the name at import and borrow each other's attention, so every module is visited; call this after
+    each model is built. `attention` hands what isn't its own to `mlx_lm_attention`.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith(MODELS) and hasattr(module, "scaled_dot_product_attention"):
+            vars(module)["scaled_dot_product_attention"] = attention
+
+
+def model_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
+    """(Model, ModelArgs) for a config. Raises UnsupportedModelError for a model_type mlx-lm doesn't have."""
+    model_type = config.get("model_type")
+    # The name becomes part of a module path: only a plain name may.
+    if not isinstance(model_type, str) or not model_type.replace("-", "_").replace(".", "_").isidentifier():
+        raise UnsupportedModelError(f"config.json: model_type is {model_type!r:.80}; a model name is expected")
+    try:
+        return _utils._get_classes(dict(config))
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"the architecture {model_type!r} is not in mlx-lm {metadata.version('mlx-lm')}"
+        ) from error
+
+
+def build_model(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> nn.Module:
+    """A model from a config and weights under mlx-lm's own parameter names (already sanitized).
+
+    Layers for which `<path>.scales` is among the weights are quantized as config["quantization"] says, with the
+    bits and group size that the packed shapes imply. Raises ModelFileError for a missing, extra or misshapen tensor.
+    """
+    model_class: Any
+    model_class, args_class = model_classes(config)
+    try:
+        model = model_class(args_class.from_dict(dict(config)))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ModelFileError(f"config of {config.get('model_type')}: {error}") from error
+    if quantization := config.get("quantization"):
+        held = dict(weights)
+
+        def packed(path: str, module: nn.Module) -> bool | dict[str, Any]:
+            if not hasattr(module, "to_quantized") or f"{path}.scales" not in held:
+                return False
+            return _utils.infer_quant_config(path, module, held)
+
+        nn.quantize(
+            model,
+            group_size=quantization["group_size"],
+            bits=quantization["bits"],
+            mode=quantization.get("mode", "affine"),
+            class_predicate=packed,
+        )
+    model.eval()
+    try:
+        model.load_weights(list(weights.items()), strict=True)
+    except ValueError as error:
+        raise ModelFileError(f"the weights don't match the architecture: {_first_lines(error)}") from error
+    return model
+
+
+def load_folder(folder: Path, shards: Sequence[Path]) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a folder in the Hugging Face or mlx layout, lazily. `shards` are the checked safetensors files to read.
+
+    Returns the model and its config.json. A custom `model_file` is never run.
+    """
+    with contextlib.ExitStack() as stack:
+        source = folder
+        if sorted(folder.glob("model*.safetensors")) != sorted(shards):
+            # mlx-lm reads every model*.safetensors; a view without the stray files makes the index win.
+            source = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            for number, shard in enumerate(shards):
+                (source / f"model-{number:05d}.safetensors").symlink_to(shard.resolve())
+            for name in ("config.json", "generation_config.json", "hf_quant_config.json"):
+                if (folder / name).exists():
+                    (source / name).symlink_to((folder / name).resolve())
+        try:
+            return _utils.load_model(source, lazy=True, strict=True, trust_remote_code=False)
+        except FileNotFoundError as error:
+            raise ModelFileError(f"{folder}: {error}") from error
+        except ValueError as error:
+            if "not supported" in str(error):
+                raise UnsupportedModelError(f"{folder}: {error}") from error
+            raise ModelFileError(f"{folder}: {_first_lines(error)}") from error
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ModelFileError(f"{folder}: {type(error).__name__}: {_first_lines(error)}") from error
+
+
+def _first_lines(error: Exception, limit: int = 600) -> str:
+    text = str(error)
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text)} characters)"
+
+
+def dequantize(model: nn.Module) -> nn.Module:
+    """Replace quantized linear, embedding and expert layers by plain ones, in place, in the dtype of their scales."""
+    return _utils.dequantize_model(model)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Parameters of a model, packed ones counted as what they stand for."""
+    return int(_utils.get_total_parameters(model))
