@@ -19,8 +19,8 @@ if typing.TYPE_CHECKING:
     from collections.abc import Mapping
 
 ENV_PREFIX = "MLXINFER_"
-NOT_SETTINGS = frozenset({"CONFIG", "BLAS"})
-"""MLXINFER_ variables that are read elsewhere: the config file's path, and runtime.preload_blas."""
+NOT_SETTINGS = frozenset({"API_KEY", "BLAS", "CONFIG"})
+"""MLXINFER_ variables that are read elsewhere: by server.run, runtime.preload_blas and config_path."""
 
 
 @dataclass(frozen=True, slots=True)

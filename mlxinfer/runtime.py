@@ -156,6 +156,12 @@ def os_name() -> str:
     return f"{system} {platform.machine()}"
 
 
+def chip_name() -> str | None:
+    """For example "Apple M3 Max"; None where this is no Apple silicon Mac."""
+    name = _sysctl("machdep.cpu.brand_string") if sys.platform == "darwin" else ""
+    return name if name.startswith("Apple ") else None
+
+
 def _sysctl(name: str) -> str:
     try:
         done = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False)

@@ -225,9 +225,7 @@ class Batch:
             return kv
         if len(parts) == 1:
             return parts[0]
-        merged = ArraysCache.merge(parts)
-        # merge marks a batch of empty states as left-padded by nothing, which costs a mask in every layer.
-        merged.left_padding = None
+        merged = stack_states(parts)
         self._stacked.append((merged, parts))
         return merged
 
@@ -262,6 +260,21 @@ class Batch:
         """The live arrays, to evaluate together."""
         found = [a for s in self.sequences for a in s.arrays()]
         return found + [c for merged, _ in self._stacked for c in merged.cache if c is not None]
+
+
+def stack_states(parts: list[Any]) -> Any:
+    """One ArraysCache over the rows of several; a row that has no state yet starts from zeros.
+
+    ArraysCache.merge would mark a batch of empty states as left-padded, which costs a mask in every layer, and fails
+    where a model leaves one of its states unset.
+    """
+    merged = ArraysCache(len(parts[0].cache))
+    for index in range(len(merged.cache)):
+        states = [part.cache[index] for part in parts]
+        known = next((s for s in states if s is not None), None)
+        if known is not None:
+            merged.cache[index] = mx.concatenate([mx.zeros_like(known) if s is None else s for s in states], axis=0)
+    return merged
 
 
 _attention = RaggedAttention()

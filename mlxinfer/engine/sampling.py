@@ -81,6 +81,9 @@ class RowState:
         self.counts: mx.array | None = None
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)
+            if not 0 <= min(ids) <= max(ids) < vocab_size:
+                # mlx doesn't check indices: a stray one would write into someone else's memory.
+                raise ValueError(f"logit_bias ids {min(ids)} to {max(ids)}; the vocabulary has {vocab_size}")
             self.bias = mx.zeros(vocab_size).at[mx.array(ids)].add(mx.array(values, mx.float32))
         if sampling.counts_tokens:
             self.prompt = mx.zeros(vocab_size, mx.bool_)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from mlxinfer.engine.kv import SLACK, STEP, SeqKV, UnbatchableError, sequence_like
-from mlxinfer.engine.ragged import Handles, RaggedAttention, RaggedKV, RowWindow, attend
+from mlxinfer.engine.ragged import Handles, RaggedAttention, RaggedKV, RowWindow, attend, stack_states
 from mlxinfer.upstream import ArraysCache, CacheList, KVCache, RotatingKVCache, create_causal_mask
 
 
@@ -141,3 +141,14 @@ def test_caches_we_do_not_own_are_named():
     sequence_like([KVCache(), CacheList(ArraysCache(2), RotatingKVCache(max_size=4))])
     with pytest.raises(UnbatchableError, match="keep=4"):
         sequence_like([RotatingKVCache(max_size=8, keep=4)])
+
+
+def test_recurrent_states_are_stacked_by_row_and_a_row_without_a_state_starts_from_zeros():
+    parts = [ArraysCache(3) for _ in range(3)]
+    parts[0][0], parts[2][0] = mx.full((1, 2), 1.0), mx.full((1, 2), 3.0)
+    parts[1][1] = mx.full((1, 2, 2), 5.0)
+    merged = stack_states(parts)
+    assert merged[0].tolist() == [[1, 1], [0, 0], [3, 3]]
+    assert merged[1][:, 0, 0].tolist() == [0, 5, 0]
+    assert merged[2] is None
+    assert merged.make_mask(1) is None

@@ -1,0 +1,185 @@
+"""The engine on a tiny real model: every request ends once, whatever happens around it."""
+
+import queue
+import time
+
+import mlx.core as mx
+import pytest
+
+from mlxinfer.engine.engine import Engine, Event, Request
+from mlxinfer.engine.runner import RowSpec, Runner
+from mlxinfer.engine.sampling import RowSampling
+from mlxinfer.engine.worker import mlx_thread
+from mlxinfer.errors import EngineClosedError, EngineError, QueueFullError
+from mlxinfer.upstream import make_cache
+from tests import tiny
+
+
+@pytest.fixture
+def engine():
+    thread = mlx_thread()
+
+    def make() -> Engine:
+        runner = Runner(tiny.build_model(tiny.config()), 320)
+        engine = Engine(thread, runner, max_num_seqs=4, max_queue=4, prefill_chunk=8)
+        thread.attach(engine)
+        return engine
+
+    engine = thread.call(make)
+    yield engine
+    thread.call(engine.close)
+
+
+def request(name: str, prompt=(5, 6, 7), max_tokens: int = 5, **sampling) -> Request:
+    row = RowSampling(**({"temperature": 0.0} | sampling))
+    return Request(RowSpec(name, tuple(prompt), row, seed=1), max_tokens, frozenset())
+
+
+def submit(engine: Engine, req: Request) -> "queue.SimpleQueue[Event]":
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    engine.submit(req, events.put)
+    return events
+
+
+def collect(events: "queue.SimpleQueue[Event]", timeout: float = 20) -> list[Event]:
+    """All events up to the terminal one, and a check that nothing follows."""
+    got = [events.get(timeout=timeout)]
+    while got[-1].finished is None and got[-1].error is None:
+        got.append(events.get(timeout=timeout))
+    time.sleep(0.02)
+    assert events.empty(), "an event after the terminal one"
+    return got
+
+
+def tokens(events: list[Event]) -> list[int]:
+    return [e.token for e in events if e.token is not None]
+
+
+def reference(engine: Engine, prompt, n: int) -> list[int]:
+    def run() -> list[int]:
+        model = engine.runner.model
+        cache = make_cache(model)
+        logits = model(mx.array([list(prompt)]), cache=cache)
+        out: list[int] = []
+        for _ in range(n):
+            out.append(mx.argmax(logits[0, -1]).item())
+            logits = model(mx.array([[out[-1]]]), cache=cache)
+        return out
+
+    return engine.thread.call(run)
+
+
+class FailsAt:
+    """A model whose n-th call raises."""
+
+    def __init__(self, n: int, model) -> None:
+        self.left = n
+        self.model = model
+        self.layers = model.layers
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("planted")
+        return self.model(*args, **kwargs)
+
+
+def test_greedy_tokens_equal_mlx_lms_own_loop_for_requests_that_overlap(engine):
+    prompts = [[i + 3 for i in range(n)] for n in (1, 2, 9, 30, 17, 64)]
+    streams = [submit(engine, request(f"r{i}", p, max_tokens=12)) for i, p in enumerate(prompts)]
+    for prompt, events in zip(prompts, streams, strict=True):
+        got = collect(events)
+        assert tokens(got) == reference(engine, prompt, 12)
+        assert got[-1].finished == "length"
+        assert got[-1].usage.prompt_tokens == len(prompt)
+        assert got[-1].usage.completion_tokens == 12
+
+
+def test_the_end_token_stops_the_request_and_is_its_last_token(engine):
+    free = tokens(collect(submit(engine, request("free", max_tokens=8))))
+    ending = Request(RowSpec("eos", (5, 6, 7), RowSampling(temperature=0.0), 1), 8, frozenset({free[3]}))
+    got = collect(submit(engine, ending))
+    assert got[-1].finished == "stop"
+    assert tokens(got) == free[: free.index(free[3]) + 1]
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_beside_others(engine):
+    hot = {"temperature": 1.0, "top_p": 0.95, "presence_penalty": 0.3}
+    alone = tokens(collect(submit(engine, request("a", max_tokens=15, **hot))))
+    others = [submit(engine, request(f"o{i}", [9] * (i + 2), max_tokens=20, temperature=0.9)) for i in range(3)]
+    beside = tokens(collect(submit(engine, request("b", max_tokens=15, **hot))))
+    assert alone == beside
+    for events in others:
+        collect(events)
+
+
+def test_a_cancelled_request_ends_once_and_leaves_no_row(engine):
+    events = submit(engine, request("long", max_tokens=1900))
+    events.get(timeout=20)
+    engine.cancel("long")
+    engine.cancel("long")
+    assert collect(events)[-1].finished == "cancelled"
+    engine.thread.call(lambda: None)
+    deadline = time.monotonic() + 5
+    while engine.thread.call(engine.runner.kv_bytes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.thread.call(engine.runner.kv_bytes) == 0
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+
+
+def test_cancelling_a_waiting_request_leaves_the_running_ones_alone(engine):
+    running = [submit(engine, request(f"r{i}", [i + 1, 2], max_tokens=60)) for i in range(4)]
+    waiting = submit(engine, request("w", max_tokens=5))
+    engine.cancel("w")
+    assert collect(waiting)[-1].finished == "cancelled"
+    for i, events in enumerate(running):
+        assert tokens(collect(events)) == reference(engine, [i + 1, 2], 60)
+
+
+def test_a_full_queue_refuses_at_once_and_takes_requests_again_later(engine):
+    streams = [submit(engine, request(f"r{i}", max_tokens=200)) for i in range(8)]
+    with pytest.raises(QueueFullError, match="limit is 8"):
+        engine.submit(request("one too many"), lambda _: None)
+    for i in range(8):
+        engine.cancel(f"r{i}")
+    for events in streams:
+        collect(events)
+    assert collect(submit(engine, request("next")))[-1].finished == "length"
+
+
+def test_a_step_that_fails_ends_every_open_request_and_the_next_one_works(engine, caplog):
+    expected = tokens(collect(submit(engine, request("before", max_tokens=6))))
+    model = engine.runner.model
+    engine.runner.model = FailsAt(4, model)
+    streams = [submit(engine, request(f"r{i}", max_tokens=50)) for i in range(3)]
+    for events in streams:
+        last = collect(events)[-1]
+        assert isinstance(last.error, EngineError)
+        assert "planted" in str(last.error)
+    engine.runner.model = model
+    assert tokens(collect(submit(engine, request("after", max_tokens=6)))) == expected
+    assert engine.thread.alive
+
+
+def test_a_request_that_cannot_be_admitted_fails_alone(engine, caplog):
+    # The API refuses such an id before; mlx wouldn't, and writes out of bounds.
+    bad = request("bad", logit_bias=((320, 1.0),))
+    assert isinstance(collect(submit(engine, bad))[-1].error, EngineError)
+    assert collect(submit(engine, request("good")))[-1].finished == "length"
+
+
+def test_closing_ends_open_requests_with_an_error_and_refuses_new_ones(engine):
+    events = submit(engine, request("r", max_tokens=1000))
+    events.get(timeout=20)
+    engine.thread.call(engine.close)
+    assert isinstance(collect(events)[-1].error, EngineClosedError)
+    with pytest.raises(EngineClosedError):
+        engine.submit(request("late"), lambda _: None)
+
+
+def test_the_thread_sleeps_when_there_is_nothing_to_do(engine):
+    collect(submit(engine, request("r")))
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1, "an idle engine must not poll"
