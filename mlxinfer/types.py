@@ -31,7 +31,7 @@ class SamplingParams:
     max_tokens: int | None = None
     """Tokens to generate at most [up to the end of the context]."""
     temperature: float | None = None
-    """0 is greedy [1.0]."""
+    """0 is greedy [0.7]."""
     top_p: float | None = None
     """Keep the smallest set of tokens with this much probability; 0 keeps the likeliest one [1.0]."""
     top_k: int | None = None

@@ -29,7 +29,7 @@ def uniform(seed: int, position: int) -> float:
 class RowSampling:
     """Resolved parameters of one row: no None left."""
 
-    temperature: float = 1.0
+    temperature: float = 0.7
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0

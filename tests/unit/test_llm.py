@@ -1,0 +1,279 @@
+"""The Python API on a tiny model folder."""
+
+import asyncio
+import gc
+import json
+import pickle
+import threading
+import time
+
+import mlx.core as mx
+import pytest
+
+import mlxinfer
+from mlxinfer import ContextLengthError, EngineClosedError, InvalidRequestError, ModelFileError, UnsupportedModelError
+from mlxinfer.llm import LLM
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with mlxinfer.load(str(folder)) as model:
+        yield model
+
+
+GREEDY = {"temperature": 0, "max_tokens": 20}
+
+
+def test_a_reply_is_a_string_that_knows_how_it_came_about(llm):
+    reply = llm.chat("hello", **GREEDY)
+    assert isinstance(reply, str)
+    assert reply.usage.prompt_tokens == len(llm.prompt_ids("hello"))
+    assert 1 <= reply.usage.completion_tokens <= 20
+    assert reply.finish_reason in ("stop", "length")
+    assert reply.timings.ttft_s > 0
+    assert llm.tokenizer.decode(reply.token_ids) == reply
+    assert f"{reply.usage.completion_tokens} new tokens" in reply._repr_markdown_()
+    copy = pickle.loads(pickle.dumps(reply))
+    assert copy == reply
+    assert copy.usage == reply.usage
+
+
+def test_stream_gives_the_same_text_in_pieces(llm):
+    whole = llm.generate("the quick", **GREEDY)
+    stream = llm.stream("the quick", raw=True, **GREEDY)
+    pieces = list(stream)
+    assert len(pieces) > 1
+    assert "".join(pieces) == whole == stream.reply
+    assert stream.reply.finish_reason == whole.finish_reason
+    assert stream.reply.token_ids == whole.token_ids
+
+
+def test_async_twins_give_the_same_text(llm):
+    async def run():
+        chat, raw = await asyncio.gather(llm.achat("hello", **GREEDY), llm.agenerate("the quick", **GREEDY))
+        pieces = [piece async for piece in llm.astream("hello", **GREEDY)]
+        return chat, raw, "".join(pieces)
+
+    chat, raw, streamed = asyncio.run(run())
+    assert chat == streamed == llm.chat("hello", **GREEDY)
+    assert raw == llm.generate("the quick", **GREEDY)
+
+
+def test_a_batch_equals_its_prompts_alone_in_order(llm):
+    prompts = [f"question number {i} " * (i + 1) for i in range(12)]
+    assert llm.batch(prompts, **GREEDY) == [llm.chat(p, **GREEDY) for p in prompts]
+    assert llm.batch([], **GREEDY) == []
+
+
+def test_many_threads_share_one_model(llm):
+    expected = {i: llm.generate(f"number {i}", **GREEDY) for i in range(8)}
+    got = {}
+
+    def work(i):
+        got[i] = llm.generate(f"number {i}", **GREEDY)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in expected]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert got == expected
+
+
+def test_a_stop_string_ends_the_text_just_before_it_wherever_tokens_are_cut(llm):
+    free = llm.generate("the quick brown", temperature=0, max_tokens=40, ignore_eos=True)
+    for start in range(2, len(free) - 3, 5):
+        stop = free[start : start + 3]
+        if not stop.isprintable() or "\ufffd" in stop:
+            continue
+        reply = llm.generate("the quick brown", temperature=0, max_tokens=40, ignore_eos=True, stop=stop)
+        assert reply == free[: free.index(stop)]
+        assert reply.finish_reason == "stop"
+
+
+def test_a_seed_repeats_and_no_seed_varies(llm):
+    hot = {"temperature": 1.5, "max_tokens": 30}
+    assert llm.generate("a", seed=3, **hot) == llm.generate("a", seed=3, **hot)
+    assert len({llm.generate("a", seed=s, **hot) for s in range(5)}) > 1
+    assert len({llm.generate("a", **hot) for _ in range(5)}) > 1
+
+
+def test_closing_a_stream_cancels_the_request_and_keeps_the_text_so_far(llm):
+    stream = llm.stream("go on", raw=True, temperature=0, max_tokens=1500, ignore_eos=True)
+    first = next(stream)
+    stream.close()
+    assert stream.reply.startswith(first)
+    assert stream.reply.finish_reason == "cancelled"
+    assert stream.reply.usage.completion_tokens < 1500
+    wait_idle(llm)
+
+
+def test_leaving_an_iteration_early_frees_the_request(llm):
+    for _ in llm.stream("go on", raw=True, temperature=0, max_tokens=1500, ignore_eos=True):
+        break
+    gc.collect()
+    wait_idle(llm)
+
+    async def leave():
+        async for _ in llm.astream("go on", temperature=0, max_tokens=1500, ignore_eos=True):
+            break
+
+    asyncio.run(leave())
+    wait_idle(llm)
+
+
+def wait_idle(llm):
+    deadline = time.monotonic() + 5
+    while llm.stats()["running"] or llm.stats()["waiting"]:
+        assert time.monotonic() < deadline, llm.stats()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"seed": 2**70}, "seed"),
+        ({"seed": 10**5000}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"logit_bias": {320: 1.0}}, "logit_bias"),
+        ({"logit_bias": {2**31: 1.0}}, "logit_bias"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_a_bad_parameter_is_named_before_any_work(llm, changes, param):
+    steps = llm.stats()["steps"]
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate("a", **changes)
+    assert caught.value.param == param
+    assert llm.stats()["steps"] == steps
+
+
+def test_the_context_limit_is_enforced_before_work_and_the_message_has_the_numbers(llm):
+    steps = llm.stats()["steps"]
+    with pytest.raises(ContextLengthError, match=r"3000 tokens and the context is 2048"):
+        llm.generate([5] * 3000)
+    with pytest.raises(ContextLengthError, match=r"at most 1948"):
+        llm.generate([5] * 100, max_tokens=1949)
+    assert llm.stats()["steps"] == steps
+    assert llm.generate([5] * 2040, temperature=0, ignore_eos=True).usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize("ids", [[], [320], [-1], [5, 10**9]])
+def test_token_ids_outside_the_vocabulary_are_refused(llm, ids):
+    with pytest.raises(InvalidRequestError):
+        llm.generate(ids)
+
+
+def test_a_bad_prompt_in_a_batch_fails_before_any_work(llm):
+    steps = llm.stats()["steps"]
+    with pytest.raises(ContextLengthError):
+        llm.batch(["fine", "word " * 5000])
+    assert llm.stats()["steps"] == steps
+
+
+def test_the_models_generation_config_gives_the_defaults(tmp_path):
+    folder = tiny.write_folder(tmp_path / "m", generation={"do_sample": False, "eos_token_id": [1, 2]})
+    with mlxinfer.load(str(folder)) as llm:
+        assert llm.defaults.temperature == 0.0
+        assert llm.generate("a", max_tokens=20) == llm.generate("a", max_tokens=20, temperature=0)
+        assert llm.tokenizer.eos_token_ids >= {1, 2}
+    other = tiny.write_folder(tmp_path / "n", generation={"temperature": 0.4, "top_k": 7, "top_p": 0.8})
+    with mlxinfer.load(str(other)) as llm:
+        assert (llm.defaults.temperature, llm.defaults.top_k, llm.defaults.top_p) == (0.4, 7, 0.8)
+
+
+def test_unload_frees_the_memory_and_ends_what_is_open(tmp_path):
+    gc.collect()
+    before = mx.get_active_memory()
+    folder = tiny.write_folder(tmp_path / "m", hidden_size=256, intermediate_size=1024)
+    llm = mlxinfer.load(str(folder))
+    assert mx.get_active_memory() > before + llm.info.weight_bytes // 2
+    stream = llm.stream("go on", raw=True, max_tokens=1500, ignore_eos=True)
+    next(stream)
+    llm.unload()
+    llm.unload()
+    with pytest.raises(EngineClosedError):
+        list(stream)
+    with pytest.raises(EngineClosedError):
+        llm.chat("hello")
+    assert not llm.alive
+    assert mx.get_active_memory() <= before + 4096
+
+
+def test_a_quantized_folder_loads_and_is_plain_in_memory_on_a_cpu(tmp_path):
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+
+    folder = tiny.write_folder(tmp_path / "q")
+    model = tiny.build_model(tiny.config())
+    nn.quantize(model, group_size=32, bits=8)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(tiny.config(quantization={"group_size": 32, "bits": 8})))
+    with mlxinfer.load(str(folder)) as llm:
+        assert llm.info.quantization.startswith("affine 8-bit, group 32")
+        ids = llm.prompt_ids("hello")
+        expected = mx.argmax(model(mx.array([ids]))[0, -1]).item()
+        assert llm.submit(ids, mlxinfer.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)).result().token_ids == (expected,)
+
+
+def break_config(folder):
+    (folder / "config.json").write_text("{ not json")
+
+
+def remove_config(folder):
+    (folder / "config.json").unlink()
+
+
+def unknown_architecture(folder):
+    (folder / "config.json").write_text(json.dumps(tiny.config(model_type="no_such_model")))
+
+
+def truncate_weights(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def remove_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+def remove_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "named"),
+    [
+        (break_config, ModelFileError, "config.json"),
+        (remove_config, mlxinfer.MlxinferError, "config.json"),
+        (unknown_architecture, UnsupportedModelError, "no_such_model"),
+        (truncate_weights, ModelFileError, "model.safetensors"),
+        (remove_tokenizer, ModelFileError, "tokenizer"),
+        (remove_weights, mlxinfer.MlxinferError, "safetensors"),
+    ],
+)
+def test_a_damaged_folder_is_a_clear_error_and_the_next_load_works(tmp_path, folder, damage, error, named):
+    broken = tiny.write_folder(tmp_path / "broken")
+    damage(broken)
+    with pytest.raises(error, match=named):
+        mlxinfer.load(str(broken))
+    with mlxinfer.load(str(folder)) as llm:
+        assert isinstance(llm, LLM)
+        assert llm.generate("a", **GREEDY)
