@@ -1,0 +1,213 @@
+"""What a model on this machine is, without loading a weight: config, headers and file sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mlxinfer.errors import ModelFileError
+from mlxinfer.zoo.checks import weight_files
+from mlxinfer.zoo.entries import CacheShape, catalog, find_entry
+from mlxinfer.zoo.resolver import resolve
+from mlxinfer.zoo.shapes import shape_from_config, shape_from_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from mlxinfer.config import Settings
+    from mlxinfer.zoo.entries import CatalogEntry
+    from mlxinfer.zoo.files import ModelFiles
+
+MAX_CONFIG_BYTES = 16 << 20
+MAX_HEADER_BYTES = 100 << 20
+MAX_LISTED_FILES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The facts `show` prints; "" and 0 mean that the files don't say."""
+
+    name: str
+    origin: str
+    kind: str
+    path: str
+    architecture: str
+    parameters: int
+    context_length: int
+    quantization: str
+    licence: str
+    size_bytes: int
+    capabilities: tuple[str, ...]
+    files: tuple[tuple[str, int], ...]
+    """(relative name, bytes)."""
+    cache: CacheShape
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return dataclasses.asdict(self)
+
+
+def describe(name: str, settings: Settings) -> ModelCard:
+    """The card of a model that is on this machine. Raises as `resolve` with fetch=False, or ModelFileError."""
+    return card_of(resolve(name, settings, fetch=False))
+
+
+def card_of(model: ModelFiles) -> ModelCard:
+    entry = find_entry(model.name) or next((e for e in catalog() if e.hub == model.name), None)
+    return _gguf_card(model, entry) if model.kind == "gguf" else _folder_card(model, entry)
+
+
+def _folder_card(model: ModelFiles, entry: CatalogEntry | None) -> ModelCard:
+    config = read_json(model.path / "config.json")
+    weights = weight_files(model.path)
+    if weights is None:
+        raise ModelFileError(f"{model.path} has lost some of its weights; pull {model.name} again")
+    tokenizer = read_json(model.path / "tokenizer_config.json", missing_ok=True)
+    template = tokenizer.get("chat_template")
+    chat = (model.path / "chat_template.jinja").is_file() or (model.path / "chat_template.json").is_file()
+    text = config.get("text_config")
+    context = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    return ModelCard(
+        name=model.name,
+        origin=model.origin,
+        kind=model.kind,
+        path=str(model.path),
+        architecture=str(config.get("model_type", "")),
+        parameters=_count(weights, config),
+        context_length=context if isinstance(context, int) else 0,
+        quantization=_quantization(config),
+        licence=entry.licence if entry else _licence(model.path / "README.md"),
+        size_bytes=model.size_bytes,
+        capabilities=entry.capabilities if entry else _capabilities(config, chat, template, model.path),
+        files=_listing(model.path),
+        cache=shape_from_config(config),
+    )
+
+
+def _gguf_card(model: ModelFiles, entry: CatalogEntry | None) -> ModelCard:
+    from mlxinfer.formats.gguf import read_gguf
+
+    file = read_gguf(model.path)
+    meta, arch = file.metadata, file.architecture
+    context = meta.get(f"{arch}.context_length")
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.nbytes
+    template = meta.get("tokenizer.chat_template")
+    guessed = _template_capabilities(template) if isinstance(template, str) else ("completion",)
+    return ModelCard(
+        name=model.name,
+        origin=model.origin,
+        kind=model.kind,
+        path=str(model.path),
+        architecture=arch,
+        parameters=sum(t.size for t in file.tensors.values()),
+        context_length=context if isinstance(context, int) else 0,
+        quantization="GGUF " + ", ".join(sorted(sizes, key=lambda k: -sizes[k])[:3]),
+        licence=entry.licence if entry else str(meta.get("general.license", "")),
+        size_bytes=model.size_bytes,
+        capabilities=entry.capabilities if entry else guessed,
+        files=((model.path.name, model.size_bytes),),
+        cache=shape_from_gguf(arch, meta),
+    )
+
+
+def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """A JSON object of bounded size. Raises ModelFileError that names the file."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_CONFIG_BYTES:
+            raise ModelFileError(f"{path} has {size} bytes; a config has at most {MAX_CONFIG_BYTES}")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if missing_ok:
+            return {}
+        raise ModelFileError(f"{path} is missing") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _count(weights: Iterable[Path], config: dict[str, Any]) -> int:
+    """Parameters out of the safetensors headers; packed 32-bit words are unpacked by the config's bits."""
+    bits = _bits(config)
+    total = 0
+    for path in weights:
+        for name, info in _header(path).items():
+            if name == "__metadata__" or not isinstance(info, dict) or not isinstance(info.get("shape"), list):
+                continue
+            count = math.prod(info["shape"])
+            if info.get("dtype") == "U32" and bits:
+                total += count * 32 // bits
+            elif not name.endswith((".scales", ".biases")):
+                total += count
+    return total
+
+
+def _header(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(MAX_HEADER_BYTES, path.stat().st_size - 8):
+                raise ModelFileError(f"{path}: header length {length} does not fit the file")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} has no readable safetensors header: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelFileError(f"{path}: the safetensors header is no JSON object")
+    return header
+
+
+def _bits(config: dict[str, Any]) -> int:
+    quantization = config.get("quantization")
+    bits = quantization.get("bits") if isinstance(quantization, dict) else None
+    return bits if isinstance(bits, int) and 1 <= bits <= 8 else 0
+
+
+def _quantization(config: dict[str, Any]) -> str:
+    quantization = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return str(config.get("torch_dtype") or config.get("dtype") or "none")
+    mode = quantization.get("mode") or quantization.get("quant_method") or "affine"
+    bits, group = quantization.get("bits"), quantization.get("group_size")
+    return f"{mode} {bits}-bit, group {group}" if bits and group else f"{mode} {bits}-bit" if bits else str(mode)
+
+
+def _capabilities(config: dict[str, Any], chat: bool, template: object, folder: Path) -> tuple[str, ...]:
+    if (folder / "modules.json").is_file():
+        return ("embedding",)
+    vision = ("vision",) if "vision_config" in config else ()
+    if isinstance(template, str):
+        return _template_capabilities(template) + vision
+    return (("chat",) if chat else ("completion",)) + vision
+
+
+def _template_capabilities(template: str) -> tuple[str, ...]:
+    """What a chat template mentions is what the model was trained to answer."""
+    tools = ("tools",) if "tools" in template else ()
+    thinking = ("thinking",) if "enable_thinking" in template or "<think>" in template else ()
+    return ("chat", *thinking, *tools)
+
+
+def _licence(readme: Path) -> str:
+    """The licence of a hub model card's front matter."""
+    try:
+        with readme.open(encoding="utf-8", errors="replace") as file:
+            head = file.read(4096)
+    except OSError:
+        return ""
+    for line in head.splitlines()[1:60] if head.startswith("---") else ():
+        if line.startswith("license:"):
+            return line.partition(":")[2].strip()[:80]
+    return ""
+
+
+def _listing(folder: Path) -> tuple[tuple[str, int], ...]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    return tuple((p.relative_to(folder).as_posix(), p.stat().st_size) for p in files[:MAX_LISTED_FILES])

@@ -1,0 +1,89 @@
+"""Is what lies there a whole model: shards against their index, links against the store, which GGUF of several."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from mlxinfer.errors import ModelNotFoundError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+MAX_INDEX_BYTES = 64 << 20
+GGUF_ORDER = ("Q4_1", "Q4_0", "Q8_0", "Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "F16", "BF16")
+"""Which quantization of a repository is taken when none is named: first those that are kept packed without loss."""
+SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+
+
+def plain_name(name: object) -> bool:
+    """True for a relative file name that stays in its folder."""
+    if not isinstance(name, str) or not name or len(name) > 512 or "\\" in name or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def weight_files(folder: Path) -> tuple[Path, ...] | None:
+    """The safetensors files of a whole model folder, or None when config.json or a weight file is missing.
+
+    The index wins over what else lies in the folder, as for every reader of sharded checkpoints.
+    """
+    if not (folder / "config.json").is_file():
+        return None
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = _indexed(index)
+        files = tuple(folder / name for name in names) if names else ()
+    else:
+        files = tuple(sorted(folder.glob("model*.safetensors"))) or tuple(sorted(folder.glob("weights*.safetensors")))
+    return files if files and all(f.is_file() for f in files) else None
+
+
+def _indexed(index: Path) -> list[str] | None:
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            return None
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return sorted(names) if names and all(plain_name(n) for n in names) else None
+
+
+def total_size(files: Iterable[Path]) -> int:
+    return sum(f.stat().st_size for f in files)
+
+
+def stays_inside(files: Iterable[Path], roots: Sequence[Path]) -> bool:
+    """True when every file's real path lies under one of the real roots."""
+    real = [root.resolve() for root in roots]
+    return all(any(f.resolve().is_relative_to(root) for root in real) for f in files)
+
+
+def quantization_of(file: str) -> str:
+    """The quantization a GGUF's name carries, for example "Q4_K_M"; "" when it carries none."""
+    match = re.search(r"[-._]((?:I?Q\d\w*|MXFP4\w*|BF16|F16|F32))(?:\.gguf)?$", file, re.IGNORECASE)
+    return match[1].upper() if match else ""
+
+
+def pick_gguf(names: Iterable[str], wanted: str, repo: str) -> str:
+    """One GGUF file of a repository: the named file or quantization, the only one, or the first of GGUF_ORDER.
+
+    Raises ModelNotFoundError that lists the choices, UnsupportedModelError when the match comes in pieces.
+    """
+    found = [n for n in sorted(names) if n.lower().endswith(".gguf") and "mmproj" not in n.lower()]
+    whole = [n for n in found if not SPLIT.search(n) and "imatrix" not in n.lower()]
+    if wanted:
+        matches = [n for n in whole if n == wanted or quantization_of(n) == wanted.upper()]
+        split = [n for n in found if SPLIT.search(n) and wanted.upper() in n.upper()]
+    else:
+        matches = whole if len(whole) == 1 else [n for q in GGUF_ORDER for n in whole if quantization_of(n) == q]
+        split = found if not whole else []
+    if matches:
+        return matches[0]
+    if split:
+        raise UnsupportedModelError(f"{split[0]} of {repo} is one piece of a GGUF in several files; take another one")
+    choices = ", ".join(f"{repo}:{quantization_of(n) or n}" for n in whole) or "none"
+    raise ModelNotFoundError(f"{repo} holds no GGUF {wanted or 'that can be chosen for you'}; choose one of: {choices}")
