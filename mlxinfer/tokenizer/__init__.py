@@ -1,0 +1,6 @@
+"""Text to token ids and back, chat templates, and the incremental detokenizer. Knows no arrays."""
+
+from mlxinfer.tokenizer.text import Detokenizer, StopMatcher
+from mlxinfer.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "StopMatcher", "Tokenizer"]

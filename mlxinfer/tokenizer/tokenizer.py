@@ -1,0 +1,326 @@
+"""A model's tokenizer, from a folder's files or from the parts of a GGUF file, over the `tokenizers` package."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlxinfer.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
+from mlxinfer.tokenizer.text import Detokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import tokenizers
+
+    from mlxinfer.tokenizer.template import ChatTemplate
+    from mlxinfer.types import Message
+
+MAX_JSON_BYTES = 256 << 20
+OTHER_FORMATS = ("tokenizer.model", "*.tiktoken", "tekken.json", "spiece.model", "vocab.json")
+"""Files that only transformers can turn into a tokenizer."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Tokenizer:
+    """Encode, decode and render chats for one model. Thread-safe; make it with `from_folder` or `from_parts`.
+
+    Special-token strings inside any text, a user's message included, become those tokens, as in transformers.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Sequence[int],
+        add_bos_token: bool,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._templates = dict(chat_templates)
+        self._compiled: dict[str, ChatTemplate] = {}
+        self._lock = threading.Lock()
+        self._special_tokens = dict(special_tokens)
+        self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        eos = {i for i in eos_token_ids if i >= 0}
+        if (token := special_tokens.get("eos_token")) and (eos_id := backend.token_to_id(token)) is not None:
+            eos.add(eos_id)
+        self.eos_token_ids: frozenset[int] = frozenset(eos)
+        self.bos_token_id: int | None = self._id_of("bos_token")
+        self._prepend_bos = False
+        self._prepend_bos = add_bos_token and self.bos_token_id is not None and not self._backend_adds_bos()
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json and what stands beside it: tokenizer_config.json, special_tokens_map.json,
+        chat_template.jinja or .json, and the end-of-sequence ids of generation_config.json and config.json.
+
+        Raises ModelFileError for a missing or broken file.
+        """
+        config = _read_json(folder / "tokenizer_config.json") or {}
+        special = _special_tokens(_read_json(folder / "special_tokens_map.json") or {}) | _special_tokens(config)
+        eos: list[int] = []
+        model_config = _read_json(folder / "config.json") or {}
+        text_config = model_config.get("text_config")
+        for source in (_read_json(folder / "generation_config.json"), model_config, text_config):
+            if isinstance(source, dict):
+                eos += _ids(source.get("eos_token_id"))
+        return cls(
+            _load_backend(folder),
+            chat_templates=_chat_templates(folder, config),
+            special_tokens=special,
+            eos_token_ids=eos,
+            add_bos_token=config.get("add_bos_token") is True,
+        )
+
+    @classmethod
+    def from_parts(
+        cls,
+        *,
+        tokenizer_json: Mapping[str, Any],
+        chat_template: str | None = None,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        eos_token_ids: Sequence[int] = (),
+        add_bos_token: bool = False,
+    ) -> Tokenizer:
+        """From a tokenizer.json as a dict, and the rest as values. Raises ModelFileError when it is not sound."""
+        special = {k: v for k, v in (("bos_token", bos_token), ("eos_token", eos_token)) if v}
+        return cls(
+            _parse_backend(json.dumps(tokenizer_json), "the tokenizer"),
+            chat_templates={"default": chat_template} if chat_template else {},
+            special_tokens=special,
+            eos_token_ids=eos_token_ids,
+            add_bos_token=add_bos_token,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` framed as the model's tokenizer does it (a leading BOS, …).
+
+        Raises InvalidRequestError for text that is not valid Unicode (a lone surrogate).
+        """
+        _check_unicode(text)
+        try:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            raise _mapped(error, "the tokenizer fails to encode") from error
+        if add_special_tokens and self._prepend_bos:
+            assert self.bos_token_id is not None
+            return [self.bos_token_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary have no text."""
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _mapped(error, "the tokenizer fails to decode") from error
+
+    def token_text(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token; None beyond the vocabulary."""
+        return self._backend.id_to_token(token_id)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """The text the model was trained to see for `messages`. Content that is a list of text parts is joined by
+        newlines, as llama.cpp and vLLM do; content None is the empty string.
+
+        Raises InvalidRequestError when there is no chat template, for content that is not text, and with the
+        template's own message when it refuses the messages.
+        """
+        template = self._template("tool_use" if tools and "tool_use" in self._templates else "default")
+        return template.render(
+            {
+                **self._special_tokens,
+                **template_kwargs,
+                "messages": [_plain_message(m, i) for i, m in enumerate(messages)],
+                "tools": list(tools) if tools else None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+
+    def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
+        """`render_chat` and `encode` in one; the template itself writes the special tokens."""
+        return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
+
+    def detokenizer(self) -> Detokenizer:
+        """A new incremental decoder for one reply; it skips special tokens."""
+        return Detokenizer(self.decode, self._has_text)
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+
+    def _template(self, name: str) -> ChatTemplate:
+        if not self._templates:
+            raise InvalidRequestError(
+                "this model has no chat template, so it cannot chat; "
+                "complete plain text instead (generate, --raw or /v1/completions)",
+                param="messages",
+            )
+        with self._lock:
+            if name not in self._compiled:
+                # jinja2 is only needed by chats.
+                from mlxinfer.tokenizer.template import ChatTemplate
+
+                self._compiled[name] = ChatTemplate(self._templates[name])
+            return self._compiled[name]
+
+    def _id_of(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return self._backend.token_to_id(token) if token else None
+
+    def _backend_adds_bos(self) -> bool:
+        return self.encode("a")[:1] == [self.bos_token_id]
+
+
+def _plain_message(message: Message, index: int) -> dict[str, Any]:
+    content = message.get("content")
+    if content is None:
+        return {**message, "content": ""}
+    if isinstance(content, str):
+        return dict(message)
+    if not isinstance(content, list | tuple):
+        raise InvalidRequestError(
+            f"messages[{index}].content must be a string or a list of text parts, not {content!r:.80}", param="messages"
+        )
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise InvalidRequestError(
+                f"messages[{index}].content has a part of type {kind!r:.80}; this model reads text only",
+                param="messages",
+            )
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text is not valid Unicode: character {error.start} is the lone surrogate {text[error.start]!r}"
+        ) from None
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return _parse_backend(_read_text(path), str(path))
+    if any(next(folder.glob(pattern), None) for pattern in OTHER_FORMATS):
+        return _backend_from_transformers(folder)
+    names = ", ".join(("tokenizer.json", *OTHER_FORMATS))
+    raise ModelFileError(f"{folder} has no tokenizer: looked for {names}")
+
+
+def _parse_backend(text: str, where: str) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:
+        raise _mapped(error, f"{where} is not a sound tokenizer") from error
+
+
+def _mapped(error: BaseException, what: str) -> BaseException:
+    """The Rust side raises Exception itself, and for its own panics a BaseException that no module exports."""
+    if isinstance(error, TypeError | OverflowError):  # the caller's: ids that are no ids
+        return error
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return ModelFileError(f"{what}: {error}")
+    return error
+
+
+def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
+    """Convert a SentencePiece or tiktoken file; slow to import, so only for folders without a tokenizer.json."""
+    import transformers
+
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelFileError(f"{folder}: transformers cannot read this tokenizer: {error}") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise UnsupportedModelError(
+            f"{folder}: {type(loaded).__name__} has no fast form; convert it to a tokenizer.json first"
+        )
+    return backend
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Named templates; a file of its own wins over tokenizer_config.json."""
+    value: Any = config.get("chat_template")
+    if (path := folder / "chat_template.jinja").is_file():
+        value = _read_text(path)
+    elif (path := folder / "chat_template.json").is_file():
+        value = (_read_json(path) or {}).get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    templates: dict[str, str] = {}
+    if isinstance(value, dict):
+        templates = {k: v for k, v in value.items() if isinstance(v, str)}
+    elif isinstance(value, list):
+        for entry in value:
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                templates[str(entry.get("name"))] = entry["template"]
+    if templates and "default" not in templates:
+        templates["default"] = next(iter(templates.values()))
+    return templates
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """{"bos_token": "<s>", …}; each value is a string or an object with "content"."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        if key.endswith("_token") and _NAME.fullmatch(key):
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                found[key] = content
+    return found
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ModelFileError(f"{path} has {size:,} bytes; at most {MAX_JSON_BYTES:,}")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFileError(f"{path} cannot be read: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`; None when there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
