@@ -1,0 +1,130 @@
+"""The engine as the conformance test sees it: prompts in, greedy tokens and the logits they came from out.
+
+Everything goes through `Runner.admit` and `Runner.launch`, the calls the worker makes; this file alone knows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxinfer.engine.runner import RowSpec, Runner
+from mlxinfer.engine.sampling import RowSampling
+from mlxinfer.engine.scheduler import DecodeRow, PrefillChunk, Step
+from tests.conformance.reference import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mlxinfer.engine.kv import Sequence
+
+
+class Recorder:
+    """A model that remembers the logits of its forwards; everything else is the model's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.logits: list[mx.array] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        out: mx.array = self._model(*args, **kwargs)
+        self.logits.append(out)
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@dataclass
+class _Live:
+    """One prompt on its way through the engine."""
+
+    id: str
+    prompt: list[int]
+    joins: int
+    fed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)
+
+
+class Engine:
+    """One runner over one model. `tier` and `reason` are what the runner found out about the model."""
+
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        self._recorder = Recorder(model)
+        self._runner = Runner(self._recorder, vocab_size)  # pyright: ignore[reportArgumentType]
+        self.tier, self.reason = self._runner.tier, self._runner.tier_reason
+        self._steps = 0
+
+    def solo(self, prompt: list[int], steps: int, *, chunk: int) -> Trace:
+        """One prompt by itself, prefilled in chunks of `chunk` tokens."""
+        return self.batch([prompt], steps, chunk=chunk)[0]
+
+    def batch(
+        self,
+        prompts: list[list[int]],
+        steps: int,
+        *,
+        chunk: int,
+        stagger: int = 0,
+        skip: int | None = None,
+        together: bool = False,
+        fault: Callable[[list[Sequence]], None] | None = None,
+    ) -> list[Trace]:
+        """All prompts together until each has `steps` tokens.
+
+        Prompt i starts its prefill `stagger` * i steps after the first, between the decode steps of the others, so
+        rows join a running batch and leave it one after the other. The longest-running row sits out step `skip`.
+        With `together`, no row decodes before the last is prefilled; `fault` gets the sequences at that moment.
+        """
+        rows = [_Live(f"row{i}", prompt, joins=i * stagger) for i, prompt in enumerate(prompts)]
+        for row in rows:
+            self._runner.admit(RowSpec(row.id, tuple(row.prompt), RowSampling(temperature=0.0), seed=0))
+        release: list[str] = []
+        now = 0
+        while any(len(row.tokens) < steps for row in rows):
+            started = [row for row in rows if row.joins <= now and len(row.tokens) < steps]
+            filling = next((row for row in started if row.fed < len(row.prompt) - 1), None)
+            if fault is not None and not filling:
+                fault(self._sequences(rows))
+                fault = None
+            decoding = [row for row in started if row.fed >= len(row.prompt) - 1]
+            if together and filling is not None:
+                decoding = []
+            if now == skip:
+                decoding = decoding[1:]
+            self._step(release, filling, decoding, chunk)
+            release = [row.id for row in decoding if len(row.tokens) == steps]
+            now += 1
+        self._launch(Step(self._steps, release=tuple(row.id for row in rows)))
+        return [Trace(row.tokens, np.stack(row.logits)) for row in rows]
+
+    def _step(self, release: list[str], filling: _Live | None, decoding: list[_Live], chunk: int) -> None:
+        prefill = None
+        if filling is not None:
+            end = min(filling.fed + chunk, len(filling.prompt) - 1)
+            prefill = PrefillChunk(filling.id, filling.fed, end)
+            filling.fed = end
+        decode = tuple(DecodeRow(row.id, len(row.tokens)) for row in decoding)
+        tokens, logits = self._launch(Step(self._steps, tuple(release), prefill, decode))
+        for row, token, row_logits in zip(decoding, tokens, logits, strict=True):
+            row.tokens.append(token)
+            row.logits.append(row_logits)
+
+    def _launch(self, step: Step) -> tuple[list[int], list[np.ndarray]]:
+        self._steps += 1
+        self._recorder.logits.clear()
+        tokens = self._runner.launch(step).read()
+        # The decode forwards come after the prefill's: one for the batch, or one for each row.
+        rows: list[np.ndarray] = []
+        for out in reversed(self._recorder.logits):
+            if len(rows) < len(tokens):
+                rows = [*np.array(out[:, -1].astype(mx.float32)), *rows]
+        return tokens, rows
+
+    def _sequences(self, rows: list[_Live]) -> list[Sequence]:
+        return [self._runner._rows[row.id].sequence for row in rows]
