@@ -46,6 +46,7 @@ create_causal_mask = _base.create_causal_mask
 mlx_lm_attention = _base.scaled_dot_product_attention
 
 MODELS = "mlx_lm.models."
+PHI3SMALL_VOCABULARY = 100_352
 
 
 def versions() -> dict[str, str]:
@@ -75,8 +76,16 @@ def model_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
     # The name becomes part of a module path: only a plain name may.
     if not isinstance(model_type, str) or not model_type.replace("-", "_").replace(".", "_").isidentifier():
         raise UnsupportedModelError(f"config.json: model_type is {model_type!r:.80}; a model name is expected")
+    if model_type == "phi3small" and config.get("vocab_size", 0) < PHI3SMALL_VOCABULARY:
+        # Its head masks fixed token ids, and mlx writes wherever an index points to.
+        raise UnsupportedModelError(
+            f"config.json: vocab_size is {config.get('vocab_size')}; phi3small needs {PHI3SMALL_VOCABULARY}"
+        )
     try:
         return _utils._get_classes(dict(config))
+    except SystemExit as error:
+        # olmo asks for another package by ending the process.
+        raise UnsupportedModelError(f"the architecture {model_type!r} needs a package that isn't installed") from error
     except ValueError as error:
         raise UnsupportedModelError(
             f"the architecture {model_type!r} is not in mlx-lm {metadata.version('mlx-lm')}"
@@ -84,7 +93,7 @@ def model_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
 
 
 def build_model(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> nn.Module:
-    """A model from a config and weights under mlx-lm's own parameter names (already sanitized).
+    """A model from a config and weights under mlx-lm's own parameter names.
 
     Layers for which `<path>.scales` is among the weights are quantized as config["quantization"] says, with the
     bits and group size that the packed shapes imply. Raises ModelFileError for a missing, extra or misshapen tensor.
@@ -95,6 +104,8 @@ def build_model(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> n
         model = model_class(args_class.from_dict(dict(config)))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ModelFileError(f"config of {config.get('model_type')}: {error}") from error
+    # Sanitizing sanitized weights changes nothing, but some models leave a tied head out only here.
+    weights = model.sanitize(dict(weights)) if hasattr(model, "sanitize") else weights
     if quantization := config.get("quantization"):
         held = dict(weights)
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 DEQUANTIZE_SHARE = 0.5
 """On a CPU a quantized model is dequantized at load when the result takes at most this share of the memory budget."""
 MAX_JSON_BYTES = 64 * 2**20
-GGUF_HALF = "float16"
-"""GGUF scales are float16, so float16 keeps them exactly where half precision is fast."""
 
 
 @dataclass(slots=True)
@@ -76,7 +74,8 @@ def load_model(kind: Literal["folder", "gguf"], path: Path, *, dtype: str = "aut
 
 
 def _from_gguf(path: Path, dtype: str) -> tuple[nn.Module, dict[str, Any], Tokenizer, dict[str, Any]]:
-    wanted = runtime.compute_dtype(dtype, getattr(mx, GGUF_HALF))
+    # None lets the reader choose: float16 keeps GGUF's float16 scales exactly, but Gemma overflows it.
+    wanted = None if dtype == "auto" and not runtime.on_cpu() else runtime.compute_dtype(dtype, mx.float16)
     gguf = load_gguf(path, dtype=wanted)
     model = upstream.build_model(gguf.config, gguf.weights)
     tokenizer = Tokenizer.from_parts(

@@ -65,8 +65,8 @@ class RaggedKV:
         """Position of the next token: an int for one row, [B] for several."""
         self._after: int | mx.array = 0
         self._latest: tuple[mx.array, mx.array] | None = None
-        self.poison = False
-        """Give NaN handles, so that a use outside of attention shows in the logits."""
+        self.poison: int | None = None
+        """For the probe: give handles of NaN, longer than the step by this many positions."""
 
     def begin(self, before: int | mx.array, after: int | mx.array) -> None:
         """Start a step: the positions before and after it, shared by all layers."""
@@ -100,8 +100,8 @@ class RaggedKV:
         count = len(self.rows)
         for row, k, v in zip(self.rows, mx.split(keys, count), mx.split(values, count), strict=True):
             row.append(k, v)
-        if self.poison:
-            keys, values = mx.full(keys.shape, mx.nan, keys.dtype), mx.full(values.shape, mx.nan, values.dtype)
+        if self.poison is not None:
+            keys, values = (_poisoned(x, self.poison) for x in (keys, values))
         self.handles.give(keys, values, self)
         self._latest = (keys, values)
         return self._latest
@@ -147,6 +147,11 @@ class RaggedKV:
         if len(self.rows) != 1:
             raise UnbatchableError("the model reaches into the cache's buffers")
         return self.rows[0]
+
+
+def _poisoned(like: mx.array, extra: int) -> mx.array:
+    rows, heads, length, dim = like.shape
+    return mx.full((rows, heads, length + extra, dim), mx.nan, like.dtype)
 
 
 class RaggedAttention:
@@ -252,9 +257,10 @@ class Batch:
                 part.cache = [None if c is None else c[index : index + 1] for c in merged.cache]
         self._stacked.clear()
 
-    def poison(self, on: bool) -> None:
+    def poison(self, extra: int) -> None:
+        """Make every handle NaN and `extra` positions longer than it should be: nobody may look at it."""
         for kv in self._kv:
-            kv.poison = on
+            kv.poison = extra
 
     def arrays(self) -> list[mx.array]:
         """The live arrays, to evaluate together."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxinfer.engine.kv import Sequence, UnbatchableError, sequence_like
+from mlxinfer.engine.kv import SeqKV, Sequence, UnbatchableError, sequence_like
 from mlxinfer.engine.ragged import Batch, ragged_attention
 from mlxinfer.engine.sampling import BatchSampler, RowSampling, RowState, uniform
 from mlxinfer.upstream import make_cache
@@ -116,7 +116,8 @@ class Runner:
         self._rows.pop(request_id, None)
 
     def close(self) -> None:
-        """Let go of the model and of every row."""
+        """Let go of the model and of every row, after what was submitted has run."""
+        mx.synchronize()
         self.drop_all()
         self.model = None
 
@@ -197,35 +198,43 @@ class Runner:
 
 
 def probe_tier(runner: Runner) -> tuple[str, str]:
-    """(tier, reason): build the caches, then run two rows with handles that hold NaN.
+    """(tier, reason): build the caches, then run two rows with handles that nobody should look into.
 
-    NaN in the logits, a handle that attention never looked up, or an error means that the model uses its keys, mask
-    or positions in a way that a ragged batch can't serve; it then runs row by row over mlx-lm's own caches.
+    The handles hold NaN, and in a second run they are longer too. NaN in the logits, logits that follow the handles'
+    length, a handle that attention never looked up, or an error means that the model uses its keys, mask or positions
+    in a way that a ragged batch can't serve; it then runs row by row over mlx-lm's own caches.
     """
     try:
-        sequences = [sequence_like(make_cache(runner.model)) for _ in range(2)]
+        leaves = list(sequence_like(make_cache(runner.model)).leaves())
     except UnbatchableError as error:
         return "sequential", str(error)
-    attention = runner.attention
     try:
-        for sequence, prompt in zip(sequences, ([0, 1], [1]), strict=True):
-            batch = Batch([sequence], attention)
-            batch.begin(len(prompt))
-            runner.model(mx.array([prompt]), cache=batch.caches)
-            batch.end()
-        batch = Batch(sequences, attention)
-        batch.poison(True)
-        batch.begin(1)
-        logits = runner.model(mx.array([[1], [0]]), cache=batch.caches)
-        unused = attention.handles.unused()
-        if unused:
-            return "sequential", f"{unused} layers use their keys outside of attention"
-        if mx.any(mx.isnan(logits)).item():
+        logits = [_probe(runner, extra) for extra in (0, 5)]
+        if mx.any(mx.isnan(logits[0])).item():
             return "sequential", "keys are used outside of attention as well"
+        if not mx.array_equal(*logits).item():
+            return "sequential", "positions are taken from the shape of the keys"
     except (UnbatchableError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         return "sequential", f"{type(error).__name__}: {str(error)[:200]}"
     finally:
-        attention.handles.clear()
-    leaves = [leaf for sequence in sequences for leaf in sequence.leaves()]
-    recurrent = any(not hasattr(leaf, "window") for leaf in leaves)
+        runner.attention.handles.clear()
+    recurrent = any(not isinstance(leaf, SeqKV) for leaf in leaves)
     return ("batched-state", "recurrent state by row") if recurrent else ("ragged", "keys and values only")
+
+
+def _probe(runner: Runner, extra: int) -> mx.array:
+    """Logits of one batched step of two short rows, with poisoned handles `extra` positions too long."""
+    sequences = [sequence_like(make_cache(runner.model)) for _ in range(2)]
+    for sequence, prompt in zip(sequences, ([0, 1], [1]), strict=True):
+        batch = Batch([sequence], runner.attention)
+        batch.begin(len(prompt))
+        runner.model(mx.array([prompt]), cache=batch.caches)
+        batch.end()
+    batch = Batch(sequences, runner.attention)
+    batch.poison(extra)
+    batch.begin(1)
+    logits = runner.model(mx.array([[1], [0]]), cache=batch.caches)
+    if unused := runner.attention.handles.unused():
+        raise UnbatchableError(f"{unused} layers use their keys outside of attention")
+    batch.end()
+    return logits

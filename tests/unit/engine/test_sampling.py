@@ -36,30 +36,30 @@ def test_temperature_scales_the_logits():
 
 def test_top_k_keeps_the_k_likeliest():
     expected = softmax([2.0, 1.0])
-    got = frequencies(RowSampling(top_k=2), [1.0, 2.0, 0.5, -1.0])
+    got = frequencies(RowSampling(temperature=1.0, top_k=2), [1.0, 2.0, 0.5, -1.0])
     assert np.allclose(got, [expected[1], expected[0], 0, 0], atol=1e-3)
 
 
 @pytest.mark.parametrize("top_k", [0, -1, 4, 10**9])
 def test_top_k_of_nothing_or_of_more_than_the_vocabulary_keeps_all(top_k):
     logits = [1.0, 2.0, 0.5, -1.0]
-    assert np.allclose(frequencies(RowSampling(top_k=top_k), logits), softmax(logits), atol=1e-3)
+    assert np.allclose(frequencies(RowSampling(temperature=1.0, top_k=top_k), logits), softmax(logits), atol=1e-3)
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p():
     # Probabilities 0.5, 0.3, 0.2: 0.5 is short of 0.6, so the second is kept and the third is not.
     logits = [math.log(p) for p in (0.3, 0.5, 0.2)]
-    got = frequencies(RowSampling(top_p=0.6), logits)
+    got = frequencies(RowSampling(temperature=1.0, top_p=0.6), logits)
     assert np.allclose(got, [0.375, 0.625, 0], atol=1e-3)
 
 
 def test_top_p_of_zero_keeps_the_likeliest_token():
-    assert frequencies(RowSampling(top_p=0.0), [1.0, 2.0, 0.5]).tolist() == [0, 1, 0]
+    assert frequencies(RowSampling(temperature=1.0, top_p=0.0), [1.0, 2.0, 0.5]).tolist() == [0, 1, 0]
 
 
 def test_min_p_is_relative_to_the_likeliest():
     logits = [math.log(p) for p in (0.6, 0.3, 0.1)]
-    got = frequencies(RowSampling(min_p=0.4), logits)
+    got = frequencies(RowSampling(temperature=1.0, min_p=0.4), logits)
     assert np.allclose(got, [2 / 3, 1 / 3, 0], atol=1e-3)
 
 
@@ -101,7 +101,7 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch():
         RowSampling(temperature=0.0),
         RowSampling(temperature=0.8),
         RowSampling(temperature=1.2, top_k=7),
-        RowSampling(top_p=0.7, min_p=0.05),
+        RowSampling(temperature=1.0, top_p=0.7, min_p=0.05),
         RowSampling(temperature=0.5, repetition_penalty=1.3, presence_penalty=0.4),
         RowSampling(temperature=0.0, logit_bias=((5, 3.0),)),
     ]
@@ -118,7 +118,7 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch():
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-24])
 def test_the_ends_of_the_unit_interval_draw_a_token_that_was_kept(u):
     logits = [-50.0, 3.0, 2.0, -80.0]
-    assert draw(RowSampling(top_k=2), logits, u) in (1, 2)
+    assert draw(RowSampling(temperature=1.0, top_k=2), logits, u) in (1, 2)
     assert draw(RowSampling(temperature=1e-3), logits, u) == 1
 
 
