@@ -1,0 +1,124 @@
+"""The generations behind one HTTP request, as one stream of deltas that a departure or a shutdown ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, TypeVar
+
+from mlxinfer.errors import EngineClosedError, MlxinferError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+
+    from starlette.types import Receive
+
+    from mlxinfer.llm import LLM, Generation
+    from mlxinfer.types import Delta, SamplingParams
+
+T = TypeVar("T")
+
+
+class Inflight:
+    """Every request that is being answered. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self._enders: set[Callable[[MlxinferError], None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._enders)
+
+    @contextlib.contextmanager
+    def registered(self, end: Callable[[MlxinferError], None]):
+        self._enders.add(end)
+        try:
+            yield
+        finally:
+            self._enders.discard(end)
+
+    def end_all(self) -> None:
+        """Every open request gets an error as its last event."""
+        for end in tuple(self._enders):
+            end(EngineClosedError("the server is shutting down"))
+
+
+def submit_all(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Generation]:
+    """One generation per prompt and params, prompts outermost; all or none. Raises what LLM.submit raises."""
+    made: list[Generation] = []
+    try:
+        for ids in prompts:
+            for one in params:
+                made.append(llm.submit(ids, one))
+    except MlxinferError:
+        for generation in made:
+            generation.cancel()
+        raise
+    return made
+
+
+async def merged(
+    generations: Sequence[Generation], inflight: Inflight, keepalive_s: float
+) -> AsyncGenerator[tuple[int, Delta] | None]:
+    """(index, delta) of all generations as they come, None after each `keepalive_s` of silence.
+
+    Ends when each has had its last delta. Raises the first error of any. Leaving early cancels all.
+    """
+    events: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    tasks = [asyncio.create_task(_pump(i, g, events)) for i, g in enumerate(generations)]
+    try:
+        with inflight.registered(events.put_nowait):
+            left = len(generations)
+            while left:
+                # A timer costs less than wait_for, which makes a task for every token.
+                timer = loop.call_later(keepalive_s, events.put_nowait, None)
+                try:
+                    event = await events.get()
+                finally:
+                    timer.cancel()
+                if event is None:
+                    yield None
+                    continue
+                if isinstance(event, Exception):
+                    raise event
+                if event[1].finish_reason in ("cancelled", "error"):
+                    raise EngineClosedError("the request was ended by the server")
+                left -= event[1].finish_reason is not None
+                yield event
+    finally:
+        for generation in generations:
+            generation.cancel()
+        await _end(tasks)
+
+
+async def _pump(
+    index: int, generation: Generation, events: asyncio.Queue[tuple[int, Delta] | Exception | None]
+) -> None:
+    try:
+        async for delta in generation:
+            events.put_nowait((index, delta))
+    except Exception as error:  # noqa: BLE001 (the HTTP edge) whatever it is, the client must hear of it
+        events.put_nowait(error)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[None, None, T]) -> T | None:
+    """The result of `work`, or None when the client left first; `work` is cancelled then."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await _end((task, gone))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(tasks: Sequence[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,171 @@
+"""Run the server until a signal: bind, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import math
+import os
+import resource
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.server.app import create_app
+from mlxinfer.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from fastapi import FastAPI
+
+    from mlxinfer.llm import LLM
+
+BACKLOG = 1024
+"""Connections that may wait to be accepted; a burst of 200 must not be reset."""
+WANTED_FILES = 8192
+"""Open files; macOS starts programs with a limit of 256, fewer than the connections a server should hold."""
+
+
+def serve(
+    models: Mapping[str, LLM],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    api_key: str | None = None,
+    on_started: Callable[[str, int], None] | None = None,
+    log_level: str = "warning",
+    **options: Any,
+) -> int | None:
+    """Serve `models` (name to loaded model) until SIGINT or SIGTERM, drain, and return that signal's number.
+
+    `options` are fields of ServerOptions; `api_key` falls back to $MLXINFER_API_KEY. `on_started(host, port)` is called
+    once connections are accepted; port 0 picks a free one. Does not unload the models.
+
+    Raises InvalidRequestError when the address cannot be bound, or is not loopback and there is no key.
+    """
+    chosen = ServerOptions(host=host, api_key=api_key or os.environ.get("MLXINFER_API_KEY") or None, **options)
+    listener = bind(host, port)
+    try:
+        _raise_file_limit()
+        server = Server(create_app(models, chosen), chosen, on_started=on_started, log_level=log_level)
+        asyncio.run(server.serve(sockets=[listener]))
+    finally:
+        listener.close()
+    return server.ended_by
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket. Raises InvalidRequestError that says what is in the way."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequestError(f"host {host!r} is no address of this machine: {error}", param="host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} of {host} is taken; stop what uses it or choose another with --port"
+        else:
+            message = f"cannot listen on {host}:{port}: {error.strerror}"
+        raise InvalidRequestError(message, param="port") from error
+    return listener
+
+
+class Server(uvicorn.Server):
+    """uvicorn that drains: on a signal open requests get `grace_s`, then an error as their last event."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        options: ServerOptions,
+        *,
+        on_started: Callable[[str, int], None] | None = None,
+        log_level: str = "warning",
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            backlog=BACKLOG,
+            log_level=log_level,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            lifespan="off",
+            ws="none",
+            http=_protocol(options.body_timeout_s),
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=math.ceil(options.grace_s) + 2,
+        )
+        super().__init__(config)
+        self.ended_by: int | None = None
+        self._options = options
+        self._inflight = app.state.server.inflight
+        self._on_started = on_started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn raises the signal again at the end, which would make a clean stop look like a kill."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {s: signal.signal(s, self.handle_exit) for s in signals}
+        try:
+            yield
+        finally:
+            for s, handler in before.items():
+                signal.signal(s, handler)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.ended_by = sig
+        super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._on_started is not None:
+            assert sockets
+            self._on_started(*sockets[0].getsockname()[:2])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._inflight.draining = True
+        timer = asyncio.get_running_loop().call_later(self._options.grace_s, self._inflight.end_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def _protocol(timeout_s: float) -> type[H11Protocol]:
+    class Protocol(H11Protocol):
+        """Closes a connection whose first request's headers do not arrive in time."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._headers_due = self.loop.call_later(timeout_s, self._close_if_silent)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._headers_due.cancel()
+            super().connection_lost(exc)
+
+        def _close_if_silent(self) -> None:
+            if self.cycle is None and not self.transport.is_closing():
+                self.transport.close()
+
+    return Protocol
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS has limits of its own below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
