@@ -64,7 +64,9 @@ def build_model(cfg: dict[str, object], seed: int = 0, scale: float = 3.0):  # n
     return model
 
 
-def write_folder(folder: Path, *, seed: int = 0, generation: dict[str, object] | None = None, **changes: object) -> Path:
+def write_folder(
+    folder: Path, *, seed: int = 0, generation: dict[str, object] | None = None, **changes: object
+) -> Path:
     """Write the whole model into `folder` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     cfg = config(**changes)

@@ -230,7 +230,9 @@ def test_a_quantized_folder_loads_and_is_plain_in_memory_on_a_cpu(tmp_path):
         assert llm.info.quantization.startswith("affine 8-bit, group 32")
         ids = llm.prompt_ids("hello")
         expected = mx.argmax(model(mx.array([ids]))[0, -1]).item()
-        assert llm.submit(ids, mlxinfer.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)).result().token_ids == (expected,)
+        assert llm.submit(
+            ids, mlxinfer.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        ).result().token_ids == (expected,)
 
 
 def break_config(folder):

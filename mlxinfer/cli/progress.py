@@ -1,0 +1,141 @@
+"""Progress on stderr: bars on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from mlxinfer.cli import output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.progress import Progress as Bars
+    from rich.progress import ProgressColumn, Task, TaskID
+
+    from mlxinfer.types import Progress, ProgressEvent
+
+VERB = {
+    "resolve": "Looking up",
+    "download": "Downloading",
+    "verify": "Checking",
+    "unpack": "Unpacking",
+    "load": "Loading",
+}
+COUNTED = ("download", "verify", "unpack")
+"""Phases whose bytes are worth a bar."""
+PLAIN_INTERVAL = 5.0
+"""Seconds between two plain lines about one file."""
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[Progress]:
+    """A Progress callback, thread-safe, whose bars are gone when the block ends."""
+    if not sys.stderr.isatty():
+        yield PlainProgress()
+        return
+    bars = BarProgress()
+    try:
+        yield bars
+    finally:
+        bars.close()
+
+
+class PlainProgress:
+    """One line when a file begins, then at most one every few seconds."""
+
+    def __init__(self, write: Callable[[str], None] = output.say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._write = write
+        self._clock = clock
+        self._last: dict[tuple[str, str], float] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, event: ProgressEvent) -> None:
+        if event.phase == "resolve":
+            return
+        with self._lock:
+            key, now = (event.phase, event.label), self._clock()
+            if key in self._last and now - self._last[key] < PLAIN_INTERVAL:
+                return
+            self._last[key] = now
+            self._write(line(event))
+
+
+def line(event: ProgressEvent) -> str:
+    """For example "Downloading model.gguf: 12.0 MB of 98.5 MB (12 %)" or "Loading model (98.5 MB)"."""
+    from mlxinfer.zoo.files import human_bytes
+
+    text = f"{VERB[event.phase]} {event.label}".rstrip()
+    if event.total and event.phase not in COUNTED:
+        return f"{text} ({human_bytes(event.total)})"
+    if event.total:
+        done, total = human_bytes(event.done), human_bytes(event.total)
+        return f"{text}: {done} of {total} ({100 * event.done // event.total} %)"
+    return f"{text}: {human_bytes(event.done)}" if event.done else text
+
+
+class BarProgress:
+    """rich's bars, one per phase and file; what has no bytes to count is a pulse until the next thing begins."""
+
+    def __init__(self) -> None:
+        self._bars: Bars | None = None
+        self._tasks: dict[tuple[str, str], TaskID] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, event: ProgressEvent) -> None:
+        with self._lock:
+            bars = self._started()
+            total = event.total if event.phase in COUNTED else None
+            key = (event.phase, event.label)
+            if key not in self._tasks:
+                for task in bars.tasks:
+                    task.visible = task.total is not None
+                text = f"{VERB[event.phase]} {output.printable(event.label)}"
+                self._tasks[key] = bars.add_task(text, total=total)
+            bars.update(self._tasks[key], completed=event.done if total else 0, total=total)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._bars is not None:
+                self._bars.stop()
+                self._bars = None
+
+    def _started(self) -> Bars:
+        """rich is imported at the first event: a verb that fetches nothing does not pay for it."""
+        if self._bars is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as RichProgress
+
+            self._bars = RichProgress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                *_byte_columns(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bars.start()
+        return self._bars
+
+
+def _byte_columns() -> tuple[ProgressColumn, ...]:
+    """Bytes, speed and time left, empty for a task without a total."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.text import Text
+
+    class Bytes(DownloadColumn):
+        def render(self, task: Task) -> Text:
+            return Text() if task.total is None else super().render(task)
+
+    class Speed(TransferSpeedColumn):
+        def render(self, task: Task) -> Text:
+            return Text() if task.total is None else super().render(task)
+
+    class Left(TimeRemainingColumn):
+        def render(self, task: Task) -> Text:
+            return Text() if task.total is None else super().render(task)
+
+    return Bytes(), Speed(), Left()
