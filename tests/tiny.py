@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import tokenizers
@@ -11,6 +11,9 @@ from mlx.utils import tree_flatten, tree_map
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mlxinfer import upstream
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -54,7 +57,7 @@ def build_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def build_model(cfg: dict[str, object], seed: int = 0, scale: float = 3.0):  # noqa: ANN201 - an nn.Module
+def build_model(cfg: dict[str, object], seed: int = 0, scale: float = 3.0):
     """A random model whose output depends on its context: matrices are scaled up."""
     mx.random.seed(seed)
     model_class, args_class = upstream.model_classes(cfg)

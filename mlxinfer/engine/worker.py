@@ -58,7 +58,7 @@ class MlxThread:
         self._wake.set()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` on the thread and wait for what it returns or raises. EngineClosedError once it has stopped."""
+        """Run `function` on the thread and return or raise what it does; EngineClosedError once it has stopped."""
         if threading.current_thread() is self._thread:
             return function()
         if self._stopping or not self.alive:
