@@ -43,7 +43,17 @@ def load(name: str, *, settings: Settings | None = None, progress: Progress | No
     started = start_engine(files.kind, files.path, name=name, source=files.origin, settings=settings)
     if progress is not None:
         progress(ProgressEvent("load", files.size_bytes, files.size_bytes, name))
-    return LLM(started.info, started.tokenizer, started.defaults, started.engine, settings)
+    return LLM(started.info, started.tokenizer, _defaults(name, started.defaults), started.engine, settings)
+
+
+def _defaults(name: str, own: SamplingParams) -> SamplingParams:
+    """The model's own sampling defaults, then those the catalogue recommends."""
+    from mlxinfer import zoo
+
+    entry = zoo.find_entry(name)
+    if entry is None or entry.sampling is None:
+        return own
+    return own.with_defaults(SamplingParams(**dataclasses.asdict(entry.sampling)))
 
 
 class LLM:
@@ -90,6 +100,18 @@ class LLM:
 
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineClosedError.
         """
+        max_tokens = self.check(prompt_ids, params)
+        params = params.with_defaults(self.defaults)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        spec = RowSpec(f"req-{secrets.token_hex(8)}", tuple(prompt_ids), RowSampling.of(params), seed)
+        eos = frozenset[int]() if params.ignore_eos else self.tokenizer.eos_token_ids
+        request = Request(spec, max_tokens, eos, priority)
+        generation = Generation(request, self._engine, self.tokenizer, params.stop, self.info.name)
+        self._engine.submit(request, generation.sink)
+        return generation
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """The number of tokens the request may generate. Raises what `submit` would raise for its values."""
         vocab = self.info.vocab_size
         if not prompt_ids:
             raise InvalidRequestError("the prompt has no tokens; at least one is needed", param="prompt")
@@ -97,18 +119,7 @@ class LLM:
             raise InvalidRequestError(f"token id {bad} is outside the vocabulary of {vocab}", param="prompt")
         if (bad := next((t for t in params.logit_bias if t >= vocab), None)) is not None:
             raise InvalidRequestError(f"logit_bias: id {bad} is outside the vocabulary of {vocab}", param="logit_bias")
-        params = params.with_defaults(self.defaults)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        spec = RowSpec(f"req-{secrets.token_hex(8)}", tuple(prompt_ids), RowSampling.of(params), seed)
-        request = Request(
-            spec,
-            self._token_budget(len(prompt_ids), params.max_tokens),
-            frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids,
-            priority,
-        )
-        generation = Generation(request, self._engine, self.tokenizer, params.stop, self.info.name)
-        self._engine.submit(request, generation.sink)
-        return generation
+        return self._token_budget(len(prompt_ids), params.max_tokens)
 
     def _token_budget(self, prompt_tokens: int, max_tokens: int | None) -> int:
         limit = self.info.context_length
@@ -169,7 +180,7 @@ class LLM:
         chosen = sampling_params(params, sampling)
         ids = [self._ids(prompt, raw, system) for prompt in prompts]
         for one in ids:
-            self._token_budget(len(one), chosen.max_tokens)
+            self.check(one, chosen)
         replies: list[Reply] = []
         running: list[Generation] = []
         try:

@@ -33,7 +33,11 @@ def could_be_model(word: str) -> bool:
 
 def load_model(name: str, settings: Settings) -> LLM:
     """Load with progress on stderr. Raises what `mlxinfer.load` raises."""
+    from mlxinfer import zoo
+
     with progress.reporting() as report:
+        # Before the engine is imported: an unknown name is an answer at once, not after two seconds.
+        zoo.resolve(name, settings, progress=report)
         from mlxinfer.llm import load
 
         return load(name, settings=settings, progress=report)

@@ -45,6 +45,8 @@ class Inflight:
 
 def submit_all(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Generation]:
     """One generation per prompt and params, prompts outermost; all or none. Raises what LLM.submit raises."""
+    for ids in prompts:
+        llm.check(ids, params[0])
     made: list[Generation] = []
     try:
         for ids in prompts:

@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxinfer.errors import ModelFileError
+from mlxinfer.errors import InvalidRequestError, ModelFileError
+from mlxinfer.types import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,6 +81,17 @@ class CacheShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Recommended:
+    """Sampling that suits the model, for files that don't carry a generation_config.json."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CatalogEntry:
     """One model people run, and where its files can come from."""
 
@@ -96,6 +108,7 @@ class CatalogEntry:
     cache: CacheShape
     hub: str | None = None
     package: PackageSource | None = None
+    sampling: Recommended | None = None
     active_parameters: int | None = None
     """Weights one token uses, where a mixture of experts uses fewer than all."""
     superseded: bool = False
@@ -161,6 +174,11 @@ def _entry(row: Any, where: str) -> CatalogEntry:
     implied = entry.parameters * entry.bits / 8
     _require(0.75 < entry.size_bytes / implied < 1.33, where, "size_bytes", entry.size_bytes, f"about {implied:.3g}")
     _check_cache(entry, where)
+    if entry.sampling:
+        try:
+            SamplingParams(**dataclasses.asdict(entry.sampling))
+        except InvalidRequestError as error:
+            raise ModelFileError(f"{where}: sampling: {error}") from error
     if entry.package:
         _check_package(entry.package, where)
     return entry
@@ -194,7 +212,11 @@ def _require(condition: object, where: str, field: str, value: object, wanted: s
         raise ModelFileError(f"{where}: {field} is {value!r:.120}; it must be {wanted}")
 
 
-_NESTED: Mapping[str, type] = {"CacheShape": CacheShape, "PackageSource | None": PackageSource}
+_NESTED: Mapping[str, type] = {
+    "CacheShape": CacheShape,
+    "PackageSource | None": PackageSource,
+    "Recommended | None": Recommended,
+}
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
     "int | None": (int,),
@@ -206,6 +228,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "tuple[PackagePart, ...]": (list,),
     "CacheShape": (dict,),
     "PackageSource | None": (dict,),
+    "Recommended | None": (dict,),
+    "float | None": (int, float),
 }
 
 

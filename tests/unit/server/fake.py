@@ -91,6 +91,14 @@ class FakeLLM:
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> FakeGeneration:
         if not self.alive:
             raise EngineClosedError("the model was unloaded")
+        self.check(prompt_ids, params)
+        if self.full_from is not None and len(self.made) >= self.full_from:
+            raise QueueFullError("too many requests are waiting", retry_after=2.5)
+        generation = FakeGeneration(self, prompt_ids, params)
+        self.made.append(generation)
+        return generation
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         if not prompt_ids:
             raise InvalidRequestError("the prompt has no tokens", param="prompt")
         for field, ids in (("prompt", prompt_ids), ("logit_bias", params.logit_bias)):
@@ -98,11 +106,6 @@ class FakeLLM:
                 raise InvalidRequestError(f"{field}: an id is outside the vocabulary", param=field)
         if len(prompt_ids) + (params.max_tokens or 1) > CONTEXT:
             raise ContextLengthError(f"max_tokens: more than the context of {CONTEXT}", param="max_tokens")
-        if self.full_from is not None and len(self.made) >= self.full_from:
-            raise QueueFullError("too many requests are waiting", retry_after=2.5)
-        generation = FakeGeneration(self, prompt_ids, params)
-        self.made.append(generation)
-        return generation
 
     def stats(self) -> dict[str, int]:
         return {"running": 1, "waiting": 2}
