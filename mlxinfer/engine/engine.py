@@ -108,7 +108,7 @@ class Engine:
             self._open[step.prefill.request_id].started = time.perf_counter()
         launched = None if step.empty else self.runner.launch(step)
         before, self._pending = self._pending, launched
-        if before is not None and before.tokens is not None:
+        if before is not None:
             for outcome in self.state.update(before.step, before.read()):
                 self._deliver(outcome.request_id, outcome.token, outcome.finished)
         return launched is not None or before is not None

@@ -48,14 +48,20 @@ class _Row:
 
 @dataclass(slots=True)
 class Launched:
-    """A submitted step. `tokens` [rows] may still be computing."""
+    """A submitted step. `tokens` [rows] may still be computing; `marker` is ready when a prefill chunk is."""
 
     step: Step
     tokens: mx.array | None = None
+    marker: mx.array | None = None
 
     def read(self) -> list[int]:
-        """Wait for the tokens, one per decode row."""
-        return [] if self.tokens is None else self.tokens.tolist()  # pyright: ignore[reportReturnType]
+        """Wait for the step; one token per decode row."""
+        if self.tokens is None:
+            # Without this wait a long prompt would be submitted whole, and a cancel or an arrival would come after it.
+            if self.marker is not None:
+                mx.eval(self.marker)
+            return []
+        return self.tokens.tolist()  # pyright: ignore[reportReturnType]
 
 
 @dataclass(slots=True)
@@ -97,13 +103,12 @@ class Runner:
             self._settle()
             for request_id in step.release:
                 self._rows.pop(request_id, None)
-        if step.prefill is not None:
-            self._prefill(step.prefill)
+        marker = None if step.prefill is None else self._prefill(step.prefill)
         tokens = self._decode(step.decode) if step.decode else None
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
-        return Launched(step, tokens)
+        return Launched(step, tokens, marker)
 
     def drop_all(self) -> None:
         """Forget every row; after a failed step nothing of its arrays can be trusted."""
@@ -125,11 +130,15 @@ class Runner:
         """Bytes of keys, values and states held for all rows."""
         return sum(row.sequence.nbytes for row in self._rows.values())
 
-    def _prefill(self, chunk: PrefillChunk) -> None:
+    def _prefill(self, chunk: PrefillChunk) -> mx.array:
         row = self._rows[chunk.request_id]
         self.forward([row.sequence], [row.spec.prompt_token_ids[chunk.start : chunk.end]])
         # The logits stay unevaluated: mlx is lazy, so the head of the model costs nothing here.
-        mx.async_eval(row.sequence.arrays())
+        arrays = row.sequence.arrays()
+        # Its own little buffer: holding the keys themselves would make their next update a copy.
+        marker = mx.sum(arrays[-1][(slice(0, 1),) * arrays[-1].ndim])
+        mx.async_eval(arrays, marker)
+        return marker
 
     def forward(self, sequences: list[Sequence], tokens: Iterable[Seq[int]]) -> mx.array:
         """Run tokens [B][L] after what the sequences hold → logits [B, L, vocab], not evaluated."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
+import secrets
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -240,7 +240,7 @@ def _write_ref(repo: str, revision: str, commit: str) -> None:
         return
     ref = hub_folder(repo) / "refs" / revision
     ref.parent.mkdir(parents=True, exist_ok=True)
-    temporary = ref.with_name(f".{ref.name}.{os.getpid()}.tmp")
+    temporary = ref.with_name(f".{ref.name}.{secrets.token_hex(4)}.tmp")
     temporary.write_text(commit, encoding="ascii")
     temporary.replace(ref)
 

@@ -136,7 +136,7 @@ def test_a_seeded_and_a_biased_request_change_nobody_elses_text(served: Served) 
         {"temperature": 1.0, "seed": 7},
         {"logit_bias": {str(i): -100 for i in range(300, 900)}},
         {"temperature": 1.0, "seed": 8, "top_k": 10**9, "top_p": 0.9},
-        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 3.0},
     ]
 
     def run(fields: dict[str, Any]) -> str:
