@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import secrets
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
