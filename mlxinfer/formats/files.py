@@ -1,0 +1,55 @@
+"""Reading a file that a stranger may have made: a regular file, and no more of it than a limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+from mlxinfer.errors import ModelFileError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_JSON_BYTES = 64 * 2**20
+
+
+def read_regular(path: Path, limit: int) -> bytes | None:
+    """The bytes of a regular file, or None when there is no file of that name.
+
+    A FIFO would block for ever, and a device claims a size of 0 and never ends; neither is opened for long. Raises
+    ModelFileError for anything that is no regular file, has more than `limit` bytes, or can't be read.
+    """
+    try:
+        # O_NONBLOCK so that opening a FIFO returns; it changes nothing for a regular file.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path} cannot be opened: {error}") from error
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelFileError(f"{path} is no regular file")
+        try:
+            data = file.read(limit + 1)
+        except OSError as error:
+            raise ModelFileError(f"{path} cannot be read: {error}") from error
+    if len(data) > limit:
+        raise ModelFileError(f"{path} has more than {limit} bytes, the most that is read")
+    return data
+
+
+def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+    """A JSON object from a model's file, or None when there is no such file. Raises ModelFileError otherwise."""
+    data = read_regular(path, limit)
+    if data is None:
+        return None
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} holds a {type(value).__name__}; an object is expected")
+    return value
