@@ -1,7 +1,9 @@
 # Two commands do it all on a machine with python3 and make: `make run` and `make test`.
-.POSIX:
-MODEL = smollm2-135m
-PROMPT =
+# $(value …) hands a question on as it was written: make must not expand the $ in it.
+MODEL ?= smollm2-135m
+PROMPT ?=
+override MODEL := $(value MODEL)
+override PROMPT := $(value PROMPT)
 export MODEL PROMPT
 
 .PHONY: help run serve test test-slow check format bench clean
@@ -16,13 +18,15 @@ help:
 
 run:
 	@.ci/setup
-	@if [ -n "$$PROMPT" ]; then .venv/bin/mlxinfer run -m "$$MODEL" "$$PROMPT"; \
-	elif [ -t 0 ] && [ -t 1 ]; then .venv/bin/mlxinfer run -m "$$MODEL"; \
-	else .venv/bin/mlxinfer run -m "$$MODEL" "What is the capital of France?"; fi
+	@if [ -n "$$PROMPT" ]; then exec .venv/bin/python -m mlxinfer run -m "$$MODEL" -- "$$PROMPT"; \
+	elif [ -t 0 ] && [ -t 1 ]; then exec .venv/bin/python -m mlxinfer run -m "$$MODEL"; \
+	elif [ -p /dev/stdin ] || [ -f /dev/stdin ]; then exec .venv/bin/python -m mlxinfer run -m "$$MODEL" -; \
+	else echo 'No PROMPT; asking: What is the capital of France?' >&2; \
+		exec .venv/bin/python -m mlxinfer run -m "$$MODEL" "What is the capital of France?"; fi
 
 serve:
 	@.ci/setup
-	@.venv/bin/mlxinfer serve "$$MODEL"
+	@exec .venv/bin/python -m mlxinfer serve "$$MODEL"
 
 test:
 	@.ci/setup dev
@@ -34,15 +38,15 @@ test-slow:
 
 check:
 	@.ci/setup dev
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-	.venv/bin/pyright
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff format --check .
+	.venv/bin/python -m pyright
 	.venv/bin/lint-imports --no-cache
 
 format:
 	@.ci/setup dev
-	.venv/bin/ruff check --fix .
-	.venv/bin/ruff format .
+	.venv/bin/python -m ruff check --fix .
+	.venv/bin/python -m ruff format .
 
 bench:
 	@.ci/setup dev

@@ -98,10 +98,54 @@ def test_the_newest_suitable_python_is_used_and_installing_happens_once(machine)
     for _ in range(2):
         result = machine.run()
         assert result.returncode == 0, result.stderr
-    assert (machine.project / "log").read_text().count("\n") == 1
+    assert (machine.project / "log").read_text().count("install") == 1
     (machine.project / ".venv" / ".installed-plain").unlink()
     assert machine.run().returncode == 0
-    assert (machine.project / "log").read_text().count("\n") == 2
+    assert (machine.project / "log").read_text().count("install") == 2
+
+
+def test_a_virtual_environment_without_pip_is_removed_and_the_next_run_recovers(machine):
+    log = machine.project / "log"
+    machine.stub("python3.12", 'if [ "$2" = venv ]; then mkdir -p "$3/bin"; echo > "$3/bin/python"; exit 1; fi; exit 0')
+    result = machine.run()
+    assert result.returncode == 1
+    assert "python3-venv" in result.stderr
+    assert not (machine.project / ".venv").exists()
+    machine.python("python3.12", suitable=True)
+    assert machine.run().returncode == 0
+    assert log.exists()
+
+
+def test_a_checkout_that_was_moved_installs_again(machine):
+    machine.python("python3.12", suitable=True)
+    assert machine.run().returncode == 0
+    moved = machine.project.rename(machine.project.with_name("moved"))
+    machine.project.mkdir()
+    machine.project, old = moved, machine.project
+    assert machine.run().returncode == 0
+    assert (old / "log").read_text().count("install") == 1
+    assert machine.run().returncode == 0
+    assert (old / "log").read_text().count("install") == 1
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_make_hands_a_question_on_as_it_was_written(machine, how):
+    shutil.copy(SETUP.parents[1] / "Makefile", machine.project)
+    machine.stub("echo-args", 'for a in "$@"; do printf "<%s>" "$a"; done')
+    (machine.project / ".venv" / "bin").mkdir(parents=True)
+    python = machine.project / ".venv" / "bin" / "python"
+    shutil.copy(machine.bin / "echo-args", python)
+    (machine.project / ".ci" / "setup").write_text("#!/bin/sh\n")
+    question = f"it's $5 or $HOME, `id` or $(shell touch {machine.project}/ran)?"
+    command = [shutil.which("make") or "make", "-s", "run"]
+    env = {"PATH": f"{machine.bin}:/usr/bin:/bin", "HOME": "/"}
+    if how == "argument":
+        command.append(f"PROMPT={question}")
+    else:
+        env["PROMPT"] = question
+    out = subprocess.run(command, cwd=machine.project, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert out.stdout == f"<-m><mlxinfer><run><-m><smollm2-135m><--><{question}>", out.stderr
+    assert not (machine.project / "ran").exists()
 
 
 def test_an_environment_left_by_an_unsuitable_python_is_made_again(machine):
