@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import operator
+import os
 import secrets
 import threading
-from collections.abc import AsyncIterator, Sequence
+import weakref
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlxinfer.config import Settings, load_settings
+from mlxinfer.config import Settings, load_settings, override
 from mlxinfer.engine.engine import Engine, Request
 from mlxinfer.engine.generation import Generation, Stream
 from mlxinfer.engine.runner import RowSpec
 from mlxinfer.engine.sampling import RowSampling
-from mlxinfer.errors import ContextLengthError, InvalidRequestError
+from mlxinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from mlxinfer.types import Message, ModelInfo, Progress, ProgressEvent, Reply, SamplingParams
 
 if TYPE_CHECKING:
@@ -24,7 +27,13 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[Message]
 
 
-def load(name: str, *, settings: Settings | None = None, progress: Progress | None = None, **overrides: Any) -> LLM:
+def load(
+    name: str | os.PathLike[str],
+    *,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> LLM:
     """Load a model by alias, hub id, folder or .gguf file; it is fetched first when it isn't on this machine.
 
     `overrides` are fields of Settings, for example `dtype="float16"` or `max_num_seqs=8`.
@@ -34,9 +43,8 @@ def load(name: str, *, settings: Settings | None = None, progress: Progress | No
     from mlxinfer import zoo
     from mlxinfer.engine.start import start_engine
 
-    if settings is None or overrides:
-        base = {} if settings is None else {f: getattr(settings, f) for f in Settings.__dataclass_fields__}
-        settings = load_settings(base | overrides)
+    name = os.fspath(name)
+    settings = load_settings(overrides) if settings is None else override(settings, overrides)
     files = zoo.resolve(name, settings, progress=progress)
     if progress is not None:
         progress(ProgressEvent("load", 0, files.size_bytes, name))
@@ -68,6 +76,8 @@ class LLM:
         self.settings = settings
         self._engine = engine
         self._unloading = threading.Lock()
+        # A model that nobody holds any more is unloaded; in a notebook `llm = load(…)` is run again and again.
+        weakref.finalize(self, engine.thread.post, engine.close).atexit = False
 
     def __repr__(self) -> str:
         i = self.info
@@ -83,15 +93,21 @@ class LLM:
 
     def prompt_ids(self, messages: Prompt, *, system: str | None = None, **template_kwargs: Any) -> list[int]:
         """Token ids of a chat, the assistant's turn opened. `messages` may be one user message as a string."""
-        chat: list[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        chat = checked_messages(messages)
         if system is not None:
+            if any(m["role"] == "system" for m in chat):
+                raise InvalidRequestError(
+                    "system is given and messages hold a system message; keep one", param="system"
+                )
             chat.insert(0, {"role": "system", "content": system})
-        if not chat:
-            raise InvalidRequestError("messages is empty; at least one message is needed", param="messages")
-        return self.tokenizer.chat_ids(chat, **template_kwargs)
+        return self.tokenizer.chat_ids(chat, self.info.context_length, **template_kwargs)
 
     def _raw_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, max_tokens=self.info.context_length)
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise InvalidRequestError("the prompt must be a string or token ids", param="prompt")
+        return list(prompt)
 
     # -- the one way in --------------------------------------------------------------------------------------------
 
@@ -100,18 +116,20 @@ class LLM:
 
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineClosedError.
         """
+        prompt_ids = checked_ids(prompt_ids)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(f"priority must be an integer, not {priority!r:.80}", param="priority")
         max_tokens = self.check(prompt_ids, params)
         params = params.with_defaults(self.defaults)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         spec = RowSpec(f"req-{secrets.token_hex(8)}", tuple(prompt_ids), RowSampling.of(params), seed)
         eos = frozenset[int]() if params.ignore_eos else self.tokenizer.eos_token_ids
         request = Request(spec, max_tokens, eos, priority)
-        generation = Generation(request, self._engine, self.tokenizer, params.stop, self.info.name)
-        self._engine.submit(request, generation.sink)
-        return generation
+        return Generation(request, self._engine, self.tokenizer, params.stop, self.info.name, self)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """The number of tokens the request may generate. Raises what `submit` would raise for its values."""
+        prompt_ids = checked_ids(prompt_ids)
         vocab = self.info.vocab_size
         if not prompt_ids:
             raise InvalidRequestError("the prompt has no tokens; at least one is needed", param="prompt")
@@ -177,6 +195,8 @@ class LLM:
 
         With `raw`, prompts are continued as they are, without a chat template.
         """
+        if isinstance(prompts, str | Mapping):
+            raise InvalidRequestError("batch takes a list of prompts; for one prompt there is chat", param="prompts")
         chosen = sampling_params(params, sampling)
         ids = [self._ids(prompt, raw, system) for prompt in prompts]
         for one in ids:
@@ -187,13 +207,29 @@ class LLM:
             for one in ids:
                 if len(running) >= 2 * self.settings.max_num_seqs:
                     replies.append(running.pop(0).result())
-                running.append(self.submit(one, chosen))
+                running.append(self._submit_when_room(one, chosen, running, replies))
             while running:
                 replies.append(running.pop(0).result())
         finally:
             for generation in running:
                 generation.cancel()
         return replies
+
+    def _submit_when_room(
+        self, ids: Sequence[int], params: SamplingParams, running: list[Generation], replies: list[Reply]
+    ) -> Generation:
+        """Submit, after waiting for the batch's own earlier prompts where the queue is full."""
+        while True:
+            try:
+                return self.submit(ids, params)
+            except QueueFullError:
+                if not running:
+                    raise
+                replies.append(running.pop(0).result())
+
+    async def abatch(self, prompts: Sequence[Prompt], **options: Any) -> list[Reply]:
+        """`batch` for an event loop."""
+        return await asyncio.to_thread(self.batch, prompts, **options)
 
     # -- streams ---------------------------------------------------------------------------------------------------
 
@@ -229,11 +265,9 @@ class LLM:
         finally:
             generation.cancel()
 
-    def _ids(self, prompt: Prompt, raw: bool, system: str | None) -> list[int]:
+    def _ids(self, prompt: Any, raw: bool, system: str | None) -> list[int]:
         if not raw:
             return self.prompt_ids(prompt, system=system)
-        if not isinstance(prompt, str):
-            raise InvalidRequestError("with raw the prompt must be a string", param="prompt")
         if system is not None:
             raise InvalidRequestError("system needs a chat template; it can't go with raw", param="system")
         return self._raw_ids(prompt)
@@ -246,7 +280,7 @@ class LLM:
         return not self._engine.closed and self._engine.thread.alive
 
     def stats(self) -> dict[str, int]:
-        """Running and waiting requests, tokens so far, bytes of weights and of KV."""
+        """Running and waiting requests, steps and tokens so far, bytes of weights."""
         return self._engine.stats() | {"weight_bytes": self.info.weight_bytes}
 
     def unload(self) -> None:
@@ -266,6 +300,37 @@ def _return_memory() -> None:
     mx.clear_cache()
 
 
+def checked_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    """Token ids as plain ints, numpy's included. Raises InvalidRequestError for anything else."""
+    try:
+        ids = tuple(operator.index(t) for t in prompt_ids)
+    except TypeError as error:
+        raise InvalidRequestError(f"the prompt must be a list of integers: {error}", param="prompt") from error
+    if any(isinstance(t, bool) for t in prompt_ids):
+        raise InvalidRequestError("the prompt holds a bool; token ids are integers", param="prompt")
+    return ids
+
+
+def checked_messages(messages: Prompt) -> list[Message]:
+    """Messages as a list; a string is one user message. Raises InvalidRequestError that names what is wrong."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if isinstance(messages, Mapping | bytes) or not isinstance(messages, Iterable):
+        raise InvalidRequestError("messages must be a string or a list of messages", param="messages")
+    chat = list(messages)
+    if not chat:
+        raise InvalidRequestError("messages is empty; at least one message is needed", param="messages")
+    for index, message in enumerate(chat):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(f"{where} is {message!r:.80}; a message has a role and content", param=where)
+        if not isinstance(role := message.get("role"), str) or not role:
+            raise InvalidRequestError(f"{where}.role is {role!r:.80}; a string is needed", param=f"{where}.role")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise InvalidRequestError(f"{where} has no content", param=f"{where}.content")
+    return chat
+
+
 def sampling_params(params: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:
     """`params` with keyword changes; a single `stop` string is taken too. An unknown keyword is an error."""
     known = SamplingParams.__dataclass_fields__
@@ -273,9 +338,11 @@ def sampling_params(params: SamplingParams | None, changes: dict[str, Any]) -> S
         raise InvalidRequestError(
             f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(known)}", param=unknown[0]
         )
-    if "stop" in changes:
-        stop = changes["stop"]
-        changes = changes | {"stop": (stop,) if isinstance(stop, str) else tuple(stop or ())}
+    stop = changes.get("stop", ())
+    if isinstance(stop, str):
+        changes = changes | {"stop": (stop,)}
+    elif stop is None or isinstance(stop, list | tuple):
+        changes = changes | {"stop": tuple(stop or ())}
     return dataclasses.replace(params or SamplingParams(), **changes)
 
 

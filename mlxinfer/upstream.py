@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxinfer.errors import ModelFileError, UnsupportedModelError
+from mlxinfer.errors import MlxinferError, ModelFileError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,20 +76,19 @@ def model_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
     # The name becomes part of a module path: only a plain name may.
     if not isinstance(model_type, str) or not model_type.replace("-", "_").replace(".", "_").isidentifier():
         raise UnsupportedModelError(f"config.json: model_type is {model_type!r:.80}; a model name is expected")
-    if model_type == "phi3small" and config.get("vocab_size", 0) < PHI3SMALL_VOCABULARY:
-        # Its head masks fixed token ids, and mlx writes wherever an index points to.
-        raise UnsupportedModelError(
-            f"config.json: vocab_size is {config.get('vocab_size')}; phi3small needs {PHI3SMALL_VOCABULARY}"
-        )
-    try:
-        return _utils._get_classes(dict(config))
-    except SystemExit as error:
-        # olmo asks for another package by ending the process.
-        raise UnsupportedModelError(f"the architecture {model_type!r} needs a package that isn't installed") from error
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"the architecture {model_type!r} is not in mlx-lm {metadata.version('mlx-lm')}"
-        ) from error
+    with _file_errors(f"the architecture {model_type!r}"):
+        if model_type == "phi3small" and config.get("vocab_size", 0) < PHI3SMALL_VOCABULARY:
+            # Its head masks fixed token ids, and mlx writes wherever an index points to.
+            raise UnsupportedModelError(
+                f"config.json: vocab_size is {config.get('vocab_size')}; phi3small needs {PHI3SMALL_VOCABULARY}"
+            )
+        try:
+            return _utils._get_classes(dict(config))
+        except (ValueError, AttributeError) as error:
+            # AttributeError: a module of mlx-lm's that holds no model, such as "cache".
+            raise UnsupportedModelError(
+                f"the architecture {model_type!r} is not in mlx-lm {metadata.version('mlx-lm')}"
+            ) from error
 
 
 def build_model(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> nn.Module:
@@ -100,33 +99,33 @@ def build_model(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> n
     """
     model_class: Any
     model_class, args_class = model_classes(config)
-    try:
+    with _file_errors(f"config of {config.get('model_type')}"):
         model = model_class(args_class.from_dict(dict(config)))
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ModelFileError(f"config of {config.get('model_type')}: {error}") from error
-    # Sanitizing sanitized weights changes nothing, but some models leave a tied head out only here.
-    weights = model.sanitize(dict(weights)) if hasattr(model, "sanitize") else weights
-    if quantization := config.get("quantization"):
-        held = dict(weights)
-
-        def packed(path: str, module: nn.Module) -> bool | dict[str, Any]:
-            if not hasattr(module, "to_quantized") or f"{path}.scales" not in held:
-                return False
-            return _utils.infer_quant_config(path, module, held)
-
-        nn.quantize(
-            model,
-            group_size=quantization["group_size"],
-            bits=quantization["bits"],
-            mode=quantization.get("mode", "affine"),
-            class_predicate=packed,
-        )
-    model.eval()
-    try:
-        model.load_weights(list(weights.items()), strict=True)
-    except ValueError as error:
-        raise ModelFileError(f"the weights don't match the architecture: {_first_lines(error)}") from error
+    with _file_errors("the weights don't match the architecture"):
+        # Sanitizing sanitized weights changes nothing, but some models leave a tied head out only here.
+        held = model.sanitize(dict(weights)) if hasattr(model, "sanitize") else dict(weights)
+        if quantization := config.get("quantization"):
+            _quantize(model, quantization, held)
+        model.eval()
+        model.load_weights(list(held.items()), strict=True)
     return model
+
+
+def _quantize(model: nn.Module, quantization: Mapping[str, Any], weights: dict[str, mx.array]) -> None:
+    """Make the layers for which `<path>.scales` is among the weights packed ones."""
+
+    def packed(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        return _utils.infer_quant_config(path, module, weights)
+
+    nn.quantize(
+        model,
+        group_size=quantization["group_size"],
+        bits=quantization["bits"],
+        mode=quantization.get("mode", "affine"),
+        class_predicate=packed,
+    )
 
 
 def load_folder(folder: Path, shards: Sequence[Path]) -> tuple[nn.Module, dict[str, Any]]:
@@ -134,26 +133,31 @@ def load_folder(folder: Path, shards: Sequence[Path]) -> tuple[nn.Module, dict[s
 
     Returns the model and its config.json. A custom `model_file` is never run.
     """
-    with contextlib.ExitStack() as stack:
-        source = folder
-        if sorted(folder.glob("model*.safetensors")) != sorted(shards):
-            # mlx-lm reads every model*.safetensors; a view without the stray files makes the index win.
-            source = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            for number, shard in enumerate(shards):
-                (source / f"model-{number:05d}.safetensors").symlink_to(shard.resolve())
-            for name in ("config.json", "generation_config.json", "hf_quant_config.json"):
-                if (folder / name).exists():
-                    (source / name).symlink_to((folder / name).resolve())
-        try:
-            return _utils.load_model(source, lazy=True, strict=True, trust_remote_code=False)
-        except FileNotFoundError as error:
-            raise ModelFileError(f"{folder}: {error}") from error
-        except ValueError as error:
-            if "not supported" in str(error):
-                raise UnsupportedModelError(f"{folder}: {error}") from error
-            raise ModelFileError(f"{folder}: {_first_lines(error)}") from error
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise ModelFileError(f"{folder}: {type(error).__name__}: {_first_lines(error)}") from error
+    with tempfile.TemporaryDirectory() as view:
+        # mlx-lm reads whatever lies there; a view with the checked files alone makes the index win.
+        for number, shard in enumerate(shards):
+            (Path(view) / f"model-{number:05d}.safetensors").symlink_to(shard.resolve())
+        for name in ("config.json", "generation_config.json", "hf_quant_config.json"):
+            if (folder / name).is_file():
+                (Path(view) / name).symlink_to((folder / name).resolve())
+        with _file_errors(str(folder)):
+            return _utils.load_model(Path(view), lazy=True, strict=True, trust_remote_code=False)
+
+
+@contextlib.contextmanager
+def _file_errors(what: str) -> Iterator[None]:
+    """Map whatever a model's own code raises over values from its files. Nothing there can be trusted to be sane."""
+    try:
+        yield
+    except (MlxinferError, MemoryError):
+        raise
+    except SystemExit as error:
+        # olmo asks for another package by ending the process.
+        raise UnsupportedModelError(f"{what}: the architecture needs a package that isn't installed") from error
+    except Exception as error:
+        if isinstance(error, ValueError) and "not supported" in str(error):
+            raise UnsupportedModelError(f"{what}: {error}") from error
+        raise ModelFileError(f"{what}: {type(error).__name__}: {_first_lines(error)}") from error
 
 
 def _first_lines(error: Exception, limit: int = 600) -> str:

@@ -75,6 +75,7 @@ class Engine:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; its events go to `sink`. Raises QueueFullError or EngineClosedError."""
+        self.thread.check_alive()
         with self._admission:
             if self.closed:
                 raise EngineClosedError("the model was unloaded")
@@ -104,8 +105,9 @@ class Engine:
 
     def _step(self) -> bool:
         step = schedule(self.state)
-        if step.prefill is not None and not self._open[step.prefill.request_id].started:
-            self._open[step.prefill.request_id].started = time.perf_counter()
+        now = time.perf_counter()
+        for request_id in step.started:
+            self._open[request_id].started = now
         launched = None if step.empty else self.runner.launch(step)
         before, self._pending = self._pending, launched
         if before is not None:
@@ -143,11 +145,11 @@ class Engine:
         opened.tokens += 1
         if opened.tokens == 1:
             opened.first_token = now
-            opened.started = opened.started or now
             self.prompt_tokens += len(opened.request.spec.prompt_token_ids)
         self.generated_tokens += 1
         if finished is None:
-            opened.sink(Event(token=token))
+            if not _sent(opened, Event(token=token)):
+                self._end(request_id, "cancelled")
         else:
             del self._open[request_id]
             self._finish(opened, token=token, finished=finished)
@@ -173,7 +175,7 @@ class Engine:
         with self._admission:
             self._ended += 1
         usage = Usage(prompt_tokens=len(opened.request.spec.prompt_token_ids), completion_tokens=opened.tokens)
-        opened.sink(Event(token=token, finished=finished, error=error, usage=usage, timings=_timings(opened)))
+        _sent(opened, Event(token=token, finished=finished, error=error, usage=usage, timings=_timings(opened)))
 
     def _fail_all(self, error: MlxinferError) -> None:
         self._pending = None
@@ -188,9 +190,11 @@ class Engine:
         """End every request and let go of the model. On the MLX thread."""
         with self._admission:
             self.closed = True
-        self._fail_all(EngineClosedError("the model was unloaded"))
-        self.thread.detach(self)
-        self.runner.close()
+        try:
+            self._fail_all(EngineClosedError("the model was unloaded"))
+        finally:
+            self.thread.detach(self)
+            self.runner.close()
 
     def stats(self) -> dict[str, int]:
         """Counters, roughly in step: read from any thread."""
@@ -201,6 +205,16 @@ class Engine:
             "generated_tokens": self.generated_tokens,
             "steps": self.state.step_number,
         }
+
+
+def _sent(opened: _Open, event: Event) -> bool:
+    """Hand an event over; False when the sink raised, whatever it was: one consumer must not harm the others."""
+    try:
+        opened.sink(event)
+    except Exception as error:  # noqa: BLE001 - the worker's edge
+        log.warning("the consumer of %s is gone: %s: %s", opened.request.spec.request_id, type(error).__name__, error)
+        return False
+    return True
 
 
 def _timings(o: _Open) -> Timings:

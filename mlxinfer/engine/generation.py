@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
+import threading
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mlxinfer.errors import MlxinferError
 from mlxinfer.tokenizer import StopMatcher, Tokenizer
 from mlxinfer.types import Delta, FinishReason, Reply, Usage
 
@@ -18,44 +20,58 @@ if TYPE_CHECKING:
     from mlxinfer.types import Timings
 
 
+class Mailbox:
+    """Where the MLX thread leaves a request's events. It doesn't know its Generation, so that one can be collected."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.notify: Callable[[], object] | None = None
+
+    def sink(self, event: Event) -> None:
+        """Called on the MLX thread. Raises RuntimeError when the consumer's event loop is closed."""
+        self.events.put(event)
+        if (notify := self.notify) is not None:
+            notify()
+
+
 class Generation:
     """Iterate it once, sync or async, for Deltas. The last one, and only that, has a finish_reason.
 
-    Leaving the iteration early cancels the request. Errors of the engine are raised from the iteration.
+    Leaving the iteration early, or dropping the object, cancels the request. Errors of the engine are raised from the
+    iteration. `owner` is kept alive as long as this is.
     """
 
     def __init__(
-        self, request: Request, engine: Engine, tokenizer: Tokenizer, stop: tuple[str, ...], model: str
+        self, request: Request, engine: Engine, tokenizer: Tokenizer, stop: tuple[str, ...], model: str, owner: object
     ) -> None:
         self.id = request.spec.request_id
         self.prompt_tokens = len(request.spec.prompt_token_ids)
         self.model = model
+        self.owner = owner
         self._eos = request.eos_token_ids
         self._engine = engine
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._notify: Callable[[], object] | None = None
+        self._mailbox = Mailbox()
         self._text = _TextAssembly(tokenizer, stop)
         self._ended = False
         self._iterated = False
-
-    def sink(self, event: Event) -> None:
-        """Called on the MLX thread."""
-        self._events.put(event)
-        if (notify := self._notify) is not None:
-            # The consumer's event loop may be gone by now; then nobody waits.
-            with contextlib.suppress(RuntimeError):
-                notify()
+        engine.submit(request, self._mailbox.sink)
+        self._dropped = weakref.finalize(self, engine.cancel, self.id)
+        self._dropped.atexit = False
 
     def cancel(self) -> None:
         """End the request; the row is free within one step. Harmless when it has ended."""
         if not self._ended:
             self._engine.cancel(self.id)
 
+    def _end(self) -> None:
+        self._ended = True
+        self._dropped.detach()
+
     def __iter__(self) -> Iterator[Delta]:
         self._start()
         try:
             while not self._ended:
-                delta = self._take(self._events.get())
+                delta = self._take(self._mailbox.events.get())
                 if delta is not None:
                     yield delta
         finally:
@@ -65,11 +81,11 @@ class Generation:
         self._start()
         loop = asyncio.get_running_loop()
         wake = asyncio.Event()
-        self._notify = lambda: loop.call_soon_threadsafe(wake.set)
+        self._mailbox.notify = lambda: loop.call_soon_threadsafe(wake.set)
         try:
             while not self._ended:
                 try:
-                    event = self._events.get_nowait()
+                    event = self._mailbox.events.get_nowait()
                 except queue.Empty:
                     await wake.wait()
                     wake.clear()
@@ -78,7 +94,7 @@ class Generation:
                 if delta is not None:
                     yield delta
         finally:
-            self._notify = None
+            self._mailbox.notify = None
             self.cancel()
 
     def _start(self) -> None:
@@ -88,7 +104,7 @@ class Generation:
 
     def _take(self, event: Event) -> Delta | None:
         if event.error is not None:
-            self._ended = True
+            self._end()
             raise event.error
         if event.token is not None and not self._text.stopped:
             self._text.add(event.token, is_eos=event.token in self._eos)
@@ -97,11 +113,10 @@ class Generation:
                 self._engine.cancel(self.id, "stop")
         if event.finished is None:
             return self._text.take()
-        self._ended = True
+        self._end()
         reason: FinishReason = "stop" if self._text.finish() else event.finished
         usage = replace(event.usage or Usage(), completion_tokens=self._text.num_tokens)
-        last = self._text.take() or Delta()
-        return replace(last, finish_reason=reason, usage=usage, timings=event.timings)
+        return replace(self._text.rest(), finish_reason=reason, usage=usage, timings=event.timings)
 
     def result(self) -> Reply:
         """Wait for the whole reply."""
@@ -154,7 +169,12 @@ class _TextAssembly:
         text = "".join(self._text)
         if not text:
             return None
-        ids, self._ids, self._text = tuple(self._ids), [], []
+        return self.rest()
+
+    def rest(self) -> Delta:
+        """Everything that is ready; token ids that gave no text too. With a stop string, the ids reach to its end."""
+        text, ids = "".join(self._text), tuple(self._ids)
+        self._ids, self._text = [], []
         return Delta(text=text, token_ids=ids)
 
 
@@ -187,35 +207,44 @@ class _Collected:
 class Stream:
     """A reply as it is made: iterate it for pieces of text. `reply` is the whole, complete after the last piece.
 
-    `close`, or leaving the `with` block, cancels what is left and keeps the text so far.
+    `close`, or leaving the `with` block, cancels what is left and keeps the text so far; any thread may call it.
     """
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._collected = _Collected(generation.model)
         self._deltas = iter(generation)
+        self._reading = threading.Lock()
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> str:
-        for delta in self._deltas:
-            self._collected.add(delta)
-            if delta.text:
-                return delta.text
+        with self._reading:
+            for delta in self._deltas:
+                self._collected.add(delta)
+                if delta.text:
+                    return delta.text
         raise StopIteration
 
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self.close()
+        except MlxinferError:
+            # An error that is on its way already says more.
+            if kind is None:
+                raise
 
     def close(self) -> None:
         """Cancel the request if it still runs, and take in what it had made."""
         self._generation.cancel()
-        for delta in self._deltas:
-            self._collected.add(delta)
+        # Another thread that waits in __next__ gets the cancelled request's last delta and lets go.
+        with self._reading:
+            for delta in self._deltas:
+                self._collected.add(delta)
 
     @property
     def reply(self) -> Reply:

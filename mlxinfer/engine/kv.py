@@ -47,7 +47,9 @@ class SeqKV:
         """Move what must be kept into larger buffers; returns how many tokens that is."""
         held = self.end - self.start
         keep = held if self.window is None else min(held, self.window - 1 + SLACK)
-        capacity = -(-(keep + keys.shape[2]) // STEP) * STEP
+        # A window moves its tokens each time the buffer is full: room for STEP more keeps that rare.
+        spare = 0 if self.window is None else STEP - 1
+        capacity = -(-(keep + keys.shape[2] + spare) // STEP) * STEP
         grown = [
             mx.zeros((1, new.shape[1], capacity - keep, new.shape[3]), new.dtype)
             if old is None or keep == 0

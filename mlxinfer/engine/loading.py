@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlxinfer import runtime, upstream
 from mlxinfer.errors import ModelFileError, WontFitError
+from mlxinfer.formats.files import read_json_object
 from mlxinfer.formats.gguf import load_gguf
-from mlxinfer.formats.safetensors import check_safetensors, shard_files
+from mlxinfer.formats.safetensors import TensorInfo, check_safetensors, shard_files
 from mlxinfer.tokenizer import Tokenizer
 from mlxinfer.types import SamplingParams
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 DEQUANTIZE_SHARE = 0.5
 """On a CPU a quantized model is dequantized at load when the result takes at most this share of the memory budget."""
-MAX_JSON_BYTES = 64 * 2**20
 
 
 @dataclass(slots=True)
@@ -47,37 +48,51 @@ def load_model(kind: Literal["folder", "gguf"], path: Path, *, dtype: str = "aut
 
     Raises ModelFileError, UnsupportedModelError or WontFitError.
     """
-    _check_memory(path)
-    if kind == "gguf":
-        model, config, tokenizer, generation = _from_gguf(path, dtype)
-    else:
-        model, config, tokenizer, generation = _from_folder(path)
+    source = _from_gguf(path, dtype) if kind == "gguf" else _from_folder(path, dtype)
+    model, config = source.model, source.config
     quantization = describe_quantization(config)
-    dtype_name = _apply_dtype_policy(model, config, dtype)
+    dtype_name = _apply_dtype_policy(model, dtype)
     if quantization != "none" and not _is_quantized(model):
         quantization += ", dequantized in memory"
     mx.eval(model.parameters())
-    probe = model(mx.array([[0]]))
     return LoadedModel(
         model=model,
         config=config,
-        tokenizer=tokenizer,
-        defaults=sampling_defaults(generation),
+        tokenizer=source.tokenizer,
+        defaults=source.defaults,
         dtype=dtype_name,
         quantization=quantization,
         context_length=context_length(config),
-        # Lazy: only the shape is looked at, nothing is computed.
-        vocab_size=int(probe.shape[-1]),
+        vocab_size=_vocab_size(model),
         num_parameters=upstream.num_parameters(model),
         weight_bytes=weight_bytes(model),
     )
 
 
-def _from_gguf(path: Path, dtype: str) -> tuple[nn.Module, dict[str, Any], Tokenizer, dict[str, Any]]:
+@dataclass(slots=True)
+class _Source:
+    """What a folder or a GGUF file gives before the dtype policy."""
+
+    model: nn.Module
+    config: dict[str, Any]
+    tokenizer: Tokenizer
+    defaults: SamplingParams
+
+
+def _vocab_size(model: nn.Module) -> int:
+    """The width of the logits. Lazy: only the shape is looked at, nothing is computed."""
+    forward: Any = model
+    try:
+        return int(forward(mx.array([[0]])).shape[-1])
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ModelFileError(f"the model can't run with this config: {type(error).__name__}: {error}") from error
+
+
+def _from_gguf(path: Path, dtype: str) -> _Source:
+    check_memory(path.name, path.stat().st_size)
     # None lets the reader choose: float16 keeps GGUF's float16 scales exactly, but Gemma overflows it.
     wanted = None if dtype == "auto" and not runtime.on_cpu() else runtime.compute_dtype(dtype, mx.float16)
     gguf = load_gguf(path, dtype=wanted)
-    model = upstream.build_model(gguf.config, gguf.weights)
     tokenizer = Tokenizer.from_parts(
         tokenizer_json=gguf.tokenizer_json,
         chat_template=gguf.chat_template,
@@ -86,46 +101,51 @@ def _from_gguf(path: Path, dtype: str) -> tuple[nn.Module, dict[str, Any], Token
         eos_token_ids=gguf.eos_token_ids,
         add_bos_token=gguf.add_bos_token,
     )
-    return model, gguf.config, tokenizer, gguf.generation_config
+    defaults = sampling_defaults(gguf.generation_config)
+    return _Source(upstream.build_model(gguf.config, gguf.weights), gguf.config, tokenizer, defaults)
 
 
-def _from_folder(folder: Path) -> tuple[nn.Module, dict[str, Any], Tokenizer, dict[str, Any]]:
-    config = read_json(folder / "config.json")
+def _from_folder(folder: Path, dtype: str) -> _Source:
+    config = read_json_object(folder / "config.json")
     if config is None:
         raise ModelFileError(f"{folder} has no config.json; a model folder in the Hugging Face layout is expected")
     upstream.model_classes(config)
+    defaults = sampling_defaults(read_json_object(folder / "generation_config.json") or {})
+    read_json_object(folder / "hf_quant_config.json")
     tokenizer = Tokenizer.from_folder(folder)
     shards = shard_files(folder)
-    for shard in shards:
-        check_safetensors(shard)
+    tensors = {name: info for shard in shards for name, info in check_safetensors(shard).items()}
+    check_layers(folder, config, len(tensors))
+    check_memory(folder.name, _bytes_in_memory(tensors, dtype))
     model, config = upstream.load_folder(folder, shards)
-    return model, config, tokenizer, read_json(folder / "generation_config.json") or {}
+    return _Source(model, config, tokenizer, defaults)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a model's file, or None when there is no such file. Raises ModelFileError otherwise."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise ModelFileError(f"{path} has {size} bytes; at most {MAX_JSON_BYTES} are read")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelFileError(f"{path} holds a {type(data).__name__}; an object is expected")
-    return data
+def check_layers(folder: Path, config: Mapping[str, Any], num_tensors: int) -> None:
+    """Refuse a config that asks for more layers than there are weights: building them takes memory and minutes."""
+    limit = num_tensors + 16
+    for part in (config, config.get("text_config")):
+        for key, value in part.items() if isinstance(part, dict) else ():
+            count = len(value) if isinstance(value, list) else value
+            if "layer" in key and isinstance(count, int) and count > limit:
+                raise ModelFileError(f"{folder}/config.json: {key} is {count:.6g}, but there are {num_tensors} tensors")
 
 
-def _check_memory(path: Path) -> None:
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
-    size = sum(f.stat().st_size for f in files if f.exists())
-    budget = runtime.memory().budget
-    if size > budget:
+def _bytes_in_memory(tensors: Mapping[str, TensorInfo], dtype: str) -> int:
+    """What the weights will take: floats in the compute dtype, packed ones as stored."""
+    size = runtime.compute_dtype(dtype, mx.bfloat16).size
+    floating = ("F64", "F32", "F16", "BF16")
+    return sum(math.prod(t.shape) * size if t.dtype in floating else t.nbytes for t in tensors.values())
+
+
+def check_memory(name: str, needed: int) -> None:
+    """Raise WontFitError when `needed` bytes of weights don't fit beside what this process holds already."""
+    budget, held = runtime.memory().budget, mx.get_active_memory()
+    if needed > budget - held:
+        beside = f", of which {held / 2**30:.1f} GiB are in use by loaded models" if held > 2**20 else ""
         raise WontFitError(
-            f"{path.name} has {size / 2**30:.1f} GiB of weights and this machine gives a model "
-            f"{budget / 2**30:.1f} GiB; `mlxinfer fit` shows what would fit"
+            f"{name} needs {needed / 2**30:.1f} GiB for its weights and this machine gives models "
+            f"{budget / 2**30:.1f} GiB{beside}; `mlxinfer fit` shows what would fit"
         )
 
 
@@ -133,20 +153,29 @@ def _is_quantized(model: nn.Module) -> bool:
     return any(isinstance(m, nn.QuantizedLinear | nn.QuantizedEmbedding) for m in model.modules())
 
 
-def _apply_dtype_policy(model: nn.Module, config: Mapping[str, Any], setting: str) -> str:
-    """Cast every floating-point weight to one dtype (a stray float32 norm would promote everything)."""
+def _apply_dtype_policy(model: nn.Module, setting: str) -> str:
+    """Cast the floating-point weights to one dtype: a stray float32 norm would promote everything.
+
+    Weights that mlx-lm's model keeps out of casts (`cast_predicate`: router biases, decay rates) stay as they are.
+    """
     counts: dict[mx.Dtype, int] = {}
     for weight in parameters(model):
         if mx.issubdtype(weight.dtype, mx.floating):
             counts[weight.dtype] = counts.get(weight.dtype, 0) + weight.size
     own = max(counts, key=lambda d: counts[d], default=mx.float32)
     target = runtime.compute_dtype(setting, own)
+    may_cast: Any = getattr(model, "cast_predicate", lambda _path: True)
+
+    def cast(path: str, weight: mx.array) -> mx.array:
+        kept = target != mx.float32 and not may_cast(path)
+        return weight if kept or not mx.issubdtype(weight.dtype, mx.floating) else weight.astype(target)
+
     if any(d != target for d in counts):
-        model.set_dtype(target)
+        model.update(tree_map_with_path(cast, model.parameters()))
     if runtime.on_cpu() and _is_quantized(model):
         # mlx's CPU kernels for packed weights are far slower than a float32 product.
         plain = upstream.num_parameters(model) * target.size
-        if plain <= runtime.memory().budget * DEQUANTIZE_SHARE:
+        if plain <= runtime.memory().budget * DEQUANTIZE_SHARE - mx.get_active_memory():
             upstream.dequantize(model)
     return str(target).removeprefix("mlx.core.")
 
@@ -181,15 +210,16 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters out of a generation_config.json; what is missing or malformed there stays None."""
+    """Sampling parameters out of a generation_config.json; what is missing or out of range there stays None."""
     values: dict[str, Any] = {}
     for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = generation.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            values[key] = int(value) if key == "top_k" else float(value)
-    if generation.get("do_sample") is False and "temperature" not in values:
+            with contextlib.suppress(ValueError, OverflowError):
+                checked: dict[str, Any] = {key: int(value) if key == "top_k" else float(value)}
+                SamplingParams(**checked)
+                values |= checked
+    if generation.get("do_sample") is False:
+        # As transformers has it: without sampling the temperature isn't looked at.
         values["temperature"] = 0.0
-    try:
-        return SamplingParams(**values)
-    except ValueError as error:
-        raise ModelFileError(f"generation_config.json: {error}") from error
+    return SamplingParams(**values)

@@ -262,14 +262,9 @@ class Batch:
         for kv in self._kv:
             kv.poison = extra
 
-    def arrays(self) -> list[mx.array]:
-        """The live arrays, to evaluate together."""
-        found = [a for s in self.sequences for a in s.arrays()]
-        return found + [c for merged, _ in self._stacked for c in merged.cache if c is not None]
-
 
 def stack_states(parts: list[Any]) -> Any:
-    """One ArraysCache over the rows of several; a row that has no state yet starts from zeros.
+    """One ArraysCache over the rows of several. A state that only some rows have set is zeros for the others.
 
     ArraysCache.merge would mark a batch of empty states as left-padded, which costs a mask in every layer, and fails
     where a model leaves one of its states unset.

@@ -166,6 +166,10 @@ class Runner:
         return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=0)
 
     def _decode(self, decode: tuple[DecodeRow, ...]) -> mx.array:
+        if self.tier == "batched-state" and len(decode) > 1:
+            rows = [self._rows[r.request_id] for r in decode]
+            if any(row.sequence.length == 0 for row in rows):
+                return self._decode_apart(rows, decode)
         d = self._batch_of(tuple(row.request_id for row in decode))
         inputs = d.tokens if d.tokens is not None else self._inputs(d.rows)
         inputs = inputs[:, None]
@@ -173,13 +177,30 @@ class Runner:
             logits = self._forward(d.batch, inputs)
         else:
             logits = self._forward_own([row.sequence for row in d.rows], inputs)
-        uniforms = [
-            0.0 if row.state.sampling.greedy else uniform(row.spec.seed, r.position)
-            for row, r in zip(d.rows, decode, strict=True)
-        ]
-        d.tokens = d.sampler(logits[:, -1, :], uniforms)
+        d.tokens = d.sampler(logits[:, -1, :], _uniforms(d.rows, decode))
         mx.async_eval(d.tokens)
         return d.tokens
+
+    def _decode_apart(self, rows: list[_Row], decode: tuple[DecodeRow, ...]) -> mx.array:
+        """One step row by row, for the first token of one-token prompts: a model may treat "no state yet" in its own
+        way (recurrent_gemma does), which a stacked state of zeros can't stand for.
+        """
+        self._settle()
+        inputs = self._inputs(rows)
+        logits = mx.concatenate(
+            [self._forward_rows([row], inputs[i : i + 1, None])[:, -1, :] for i, row in enumerate(rows)]
+        )
+        tokens = BatchSampler([row.state for row in rows])(logits, _uniforms(rows, decode))
+        for i, row in enumerate(rows):
+            row.token = tokens[i : i + 1].astype(mx.uint32)
+        mx.async_eval(tokens)
+        return tokens
+
+    def _forward_rows(self, rows: list[_Row], tokens: mx.array) -> mx.array:
+        batch = Batch([row.sequence for row in rows], self.attention)
+        logits = self._forward(batch, tokens)
+        batch.release()
+        return logits
 
     def _inputs(self, rows: list[_Row]) -> mx.array:
         parts = [mx.array([r.spec.prompt_token_ids[-1]], mx.uint32) if r.token is None else r.token for r in rows]
@@ -204,6 +225,14 @@ class Runner:
                 row.token = d.tokens[index : index + 1].astype(mx.uint32)
         if d.batch is not None:
             d.batch.release()
+
+
+def _uniforms(rows: list[_Row], decode: tuple[DecodeRow, ...]) -> list[float]:
+    """One random number per row; greedy rows need none."""
+    return [
+        0.0 if row.state.sampling.greedy else uniform(row.spec.seed, r.position)
+        for row, r in zip(rows, decode, strict=True)
+    ]
 
 
 def probe_tier(runner: Runner) -> tuple[str, str]:

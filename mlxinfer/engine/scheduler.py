@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from mlxinfer.types import FinishReason
 
 AGING_CHUNKS = 4
-"""Each this many prefill chunks given to others, a waiting prompt counts as one chunk shorter."""
+"""Each this many prefill chunks given to others, a waiting prompt counts as one chunk shorter, for good."""
+PRIORITY_AGING = 256
+"""Each this many prefill chunks given to others, a waiting prompt counts as one priority higher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Step:
     release: tuple[str, ...] = ()
     prefill: PrefillChunk | None = None
     decode: tuple[DecodeRow, ...] = ()
+    started: tuple[str, ...] = ()
+    """Requests that get their place in the batch with this step."""
 
     @property
     def empty(self) -> bool:
@@ -67,7 +71,7 @@ class Tracked:
     output: list[int] = field(default_factory=list[int])
     finished: FinishReason | None = None
     waited: int = 0
-    """Prefill chunks that went to others since this one had its turn."""
+    """Prefill chunks that went to others while this one waited for its next."""
 
     @property
     def prefilled(self) -> bool:
@@ -148,12 +152,15 @@ def schedule(state: SchedulerState) -> Step:
     """The next step, and the state's counters moved on. Empty when there is nothing to do.
 
     Every running row decodes in every step. Beside them one prompt is prefilled by one chunk, a shorter one while
-    rows decode, so that their streams keep moving. The prompt with the least left comes first, and waiting makes a
-    prompt count as shorter, so that none starves.
+    rows decode, so that their streams keep moving. The prompt with the least left comes first; waiting makes a
+    prompt count as shorter and more urgent, and it keeps what it has earned, so that none starves.
     """
     release = tuple(state.release)
     state.release.clear()
+    before = frozenset(state.started)
+    _start_one_token_prompts(state)
     chunk = _next_chunk(state)
+    started = tuple(r for r in state.requests if r in state.started and r not in before)
     decode = tuple(
         DecodeRow(r.request_id, r.num_scheduled)
         for r in state.requests.values()
@@ -163,29 +170,38 @@ def schedule(state: SchedulerState) -> Step:
         state.requests[row.request_id].num_scheduled += 1
     if release or chunk or decode:
         state.step_number += 1
-    return Step(state.step_number, release, chunk, decode)
+    return Step(state.step_number, release, chunk, decode, started)
+
+
+def _start_one_token_prompts(state: SchedulerState) -> None:
+    """They need no prefill: they decode in this very step and take nobody's turn."""
+    waiting = [r for r in state.requests.values() if r.prefilled and r.request_id not in state.started]
+    for request in sorted(waiting, key=_order(state)):
+        if len(state.started) >= state.max_num_seqs:
+            return
+        state.started.add(request.request_id)
+
+
+def _order(state: SchedulerState) -> Callable[[Tracked], tuple[int, int, int]]:
+    """The sort key of requests that want a turn: the smallest goes first."""
+
+    def key(r: Tracked) -> tuple[int, int, int]:
+        urgency = r.priority + r.waited // PRIORITY_AGING
+        return (-urgency, r.remaining_prefill - r.waited * state.prefill_chunk // AGING_CHUNKS, r.arrival)
+
+    return key
 
 
 def _next_chunk(state: SchedulerState) -> PrefillChunk | None:
     candidates = [r for r in state.requests.values() if r.request_id in state.started and not r.prefilled]
-    room = state.max_num_seqs - len(state.started)
-    if room > 0:
-        candidates += [r for r in state.requests.values() if r.request_id not in state.started]
+    if len(state.started) < state.max_num_seqs:
+        candidates += [r for r in state.requests.values() if r.request_id not in state.started and not r.prefilled]
     if not candidates:
         return None
-
-    def order(r: Tracked) -> tuple[int, int, int]:
-        return (-r.priority, r.remaining_prefill - r.waited * state.prefill_chunk // AGING_CHUNKS, r.arrival)
-
-    chosen = min(candidates, key=order)
+    chosen = min(candidates, key=_order(state))
     for r in candidates:
         r.waited += r is not chosen
-    chosen.waited = 0
-    if chosen.request_id not in state.started:
-        state.started.add(chosen.request_id)
-    if chosen.prefilled:
-        # A prompt of one token needs no prefill; it decodes in this very step.
-        return None
+    state.started.add(chosen.request_id)
     decoding = any(r.prefilled and r.request_id in state.started for r in state.requests.values())
     size = max(1, state.prefill_chunk // 4) if decoding else state.prefill_chunk
     start = chosen.num_computed_tokens

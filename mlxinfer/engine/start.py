@@ -31,7 +31,18 @@ class Started:
 def start_engine(kind: Literal["folder", "gguf"], path: Path, *, name: str, source: str, settings: Settings) -> Started:
     """Load the model at `path` and start stepping it. Blocks until it is ready; raises what loading raises."""
     thread = mlx_thread()
-    return thread.call(lambda: _start(thread, kind, path, name, source, settings))
+    loaded: list[Started] = []
+
+    def run() -> Started:
+        loaded.append(_start(thread, kind, path, name, source, settings))
+        return loaded[0]
+
+    try:
+        return thread.call(run)
+    except BaseException:
+        # Ctrl-C: the load goes on behind our back; what comes of it is closed when it is there.
+        thread.post(lambda: loaded[0].engine.close() if loaded else None)
+        raise
 
 
 def _start(

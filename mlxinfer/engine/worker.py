@@ -7,10 +7,12 @@ thread and must return at once.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import os
+import queue
 import threading
-from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import mlx.core as mx
@@ -38,31 +40,44 @@ class Steppable(Protocol):
 
 
 class MlxThread:
-    """A thread with an inbox of functions and a list of engines that it steps in turn while they have work."""
+    """A thread with an inbox of functions and a list of engines that it steps in turn while they have work.
+
+    The inbox is a SimpleQueue because its `put` may be re-entered: a garbage collection that closes a stream can post
+    from inside a `post`.
+    """
 
     def __init__(self) -> None:
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Event()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._engines: list[Steppable] = []
         self._stopping = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="mlx", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        """False once stopped, and in a forked child, where the thread doesn't exist."""
+        return not self._stopping and self._pid == os.getpid() and self._thread.is_alive()
+
+    def check_alive(self) -> None:
+        """Raise EngineClosedError, with the cause and the cure, when nothing can run here."""
+        if self._pid != os.getpid():
+            raise EngineClosedError(
+                "this process was forked from one that uses mlx, which can't be used on both sides of a fork; "
+                'start it with multiprocessing.get_context("spawn") or load models after the fork only'
+            )
+        if not self.alive:
+            raise EngineClosedError("the MLX thread has stopped; the process is ending")
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run `function` on the thread before its next step. Returns at once."""
-        self._inbox.append(function)
-        self._wake.set()
+        """Run `function` on the thread before its next step. Returns at once, from any thread, re-entrantly."""
+        self._inbox.put(function)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` on the thread and return or raise what it does; EngineClosedError once it has stopped."""
         if threading.current_thread() is self._thread:
             return function()
-        if self._stopping or not self.alive:
-            raise EngineClosedError("the MLX thread has stopped")
+        self.check_alive()
         future: Future[T] = Future()
 
         def run() -> None:
@@ -72,6 +87,10 @@ class MlxThread:
                 future.set_exception(error)
 
         self.post(run)
+        while not wait([future], timeout=1.0).done:
+            # The thread may have stopped after the check above and before the post.
+            if not self._thread.is_alive():
+                raise EngineClosedError("the MLX thread has stopped; the process is ending")
         return future.result()
 
     def attach(self, engine: Steppable) -> None:
@@ -88,37 +107,42 @@ class MlxThread:
 
         An interpreter that goes away under a running mlx evaluation aborts.
         """
+        if self._pid != os.getpid():
+            return
         self._stopping = True
-        self._wake.set()
+        self.post(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     def _run(self) -> None:
+        worked = False
         while not self._stopping:
-            # Cleared before the inbox is read: what arrives after that wakes the wait below.
-            self._wake.clear()
-            while self._inbox:
-                self._take()
+            self._take_all(block=not worked)
             worked = False
             for engine in list(self._engines):
-                worked = engine.step() or worked
-            if not worked and not self._inbox:
-                self._wake.wait()
+                worked = self._guarded(engine.step) or worked
         for engine in list(self._engines):
-            engine.close()
+            self._guarded(engine.close)
         # Whoever waits in `call` gets an answer.
-        while self._inbox:
-            self._take()
+        self._take_all(block=False)
         mx.synchronize()
         # A stream that outlives its thread makes mlx abort when the process exits (6 of 40 times here).
         mx.clear_streams()
 
-    def _take(self) -> None:
+    def _take_all(self, *, block: bool) -> None:
+        """Run what is in the inbox; with `block`, wait for something first."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._guarded(self._inbox.get(block=block))
+                block = False
+
+    def _guarded(self, function: Callable[[], T]) -> T | None:
         try:
-            self._inbox.popleft()()
+            return function()
         except Exception:
-            # The worker's edge: one bad function must not take the thread, and every model with it.
-            log.exception("a function posted to the MLX thread failed")
+            # The worker's edge: nothing may take the thread, and every model with it.
+            log.exception("a function on the MLX thread failed")
+            return None
 
 
 _lock = threading.Lock()
@@ -126,10 +150,11 @@ _thread: MlxThread | None = None
 
 
 def mlx_thread() -> MlxThread:
-    """The MLX thread of this process, started on first use."""
+    """The MLX thread of this process, started on first use. Raises EngineClosedError in a forked child."""
     global _thread
     with _lock:
         if _thread is None:
             _thread = MlxThread()
             atexit.register(_thread.stop)
+        _thread.check_alive()
         return _thread

@@ -37,6 +37,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "baichuan_m1": {"seed": 1},
     "gear": {"embedding": 0.1},
     "lfm2-vl": {"seed": 1},
+    "lfm2_moe": {"seed": 1},
     "mamba2": {"seed": 1},
     "recurrent_gemma": {"seed": 1},
     "qwen3_vl": {"seed": 2},
