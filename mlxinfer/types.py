@@ -25,7 +25,7 @@ class SamplingParams:
     """How the next token is chosen and when to stop.
 
     None means: what the model's own `generation_config.json` says, else the default in brackets. Filters are applied
-    in the order logit_bias, penalties, temperature, top_k, top_p, min_p (the order of transformers and vLLM).
+    in the order logit_bias, penalties, temperature, top_k, top_p, min_p (the order of transformers).
     """
 
     max_tokens: int | None = None

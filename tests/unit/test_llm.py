@@ -1,6 +1,7 @@
 """The Python API on a tiny model folder."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import pickle
@@ -233,6 +234,223 @@ def test_a_quantized_folder_loads_and_is_plain_in_memory_on_a_cpu(tmp_path):
         assert llm.submit(
             ids, mlxinfer.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         ).result().token_ids == (expected,)
+
+
+def test_a_model_that_nobody_holds_any_more_is_freed(tmp_path):
+    gc.collect()
+    before = mx.get_active_memory()
+    folder = tiny.write_folder(tmp_path / "m", hidden_size=256, intermediate_size=1024)
+    for _ in range(3):
+        llm = mlxinfer.load(folder)
+        llm.generate("a", max_tokens=2)
+    thread, weight_bytes = llm._engine.thread, llm.info.weight_bytes
+    thread.call(lambda: None)
+    assert mx.get_active_memory() <= before + weight_bytes + 2**16, "only the last one is held"
+    stream = llm.stream("go on", raw=True, max_tokens=50, ignore_eos=True)
+    del llm
+    gc.collect()
+    assert len("".join(stream)) > 5, "a stream keeps its model"
+    del stream
+    gc.collect()
+    thread.call(lambda: None)
+    assert mx.get_active_memory() <= before + 2**16
+
+
+def test_unload_gives_mlxs_cached_buffers_back_too(tmp_path):
+    llm = mlxinfer.load(tiny.write_folder(tmp_path / "m", hidden_size=256, intermediate_size=1024))
+    llm.generate([5] * 500, max_tokens=2)
+    llm.unload()
+    assert mx.get_cache_memory() == 0
+
+
+def test_a_request_that_is_dropped_before_it_is_read_is_cancelled(llm):
+    params = mlxinfer.SamplingParams(max_tokens=1800, temperature=0, ignore_eos=True)
+    generation = llm.submit([5, 6], params)
+    del generation
+    stream = llm.stream("go on", raw=True, params=params)
+    del stream
+    gc.collect()
+    wait_idle(llm)
+
+
+def test_an_event_loop_that_is_closed_under_a_stream_ends_its_request(llm):
+    async def start():
+        pieces = llm.astream("go on", temperature=0, max_tokens=1500, ignore_eos=True)
+        await anext(pieces)
+        return pieces
+
+    loop = asyncio.new_event_loop()
+    pieces = loop.run_until_complete(start())
+    loop.close()
+    wait_idle(llm)
+    with contextlib.suppress(StopIteration):
+        pieces.aclose().send(None)
+
+
+def test_a_stop_string_frees_the_row_long_before_max_tokens(llm):
+    free = llm.generate("the quick brown", temperature=0, max_tokens=40, ignore_eos=True)
+    stop = free[4:6]
+    steps = llm.stats()["steps"]
+    reply = llm.generate("the quick brown", temperature=0, max_tokens=1500, ignore_eos=True, stop=stop)
+    assert reply.finish_reason == "stop"
+    assert reply.usage.completion_tokens < 40
+    wait_idle(llm)
+    assert llm.stats()["steps"] - steps < 100
+
+
+def test_text_held_back_for_a_stop_string_that_never_came_is_given_at_the_end(llm):
+    free = llm.generate("the quick", temperature=0, max_tokens=15, ignore_eos=True)
+    held = free[-1] + "\x00never"
+    assert llm.generate("the quick", temperature=0, max_tokens=15, ignore_eos=True, stop=held) == free
+
+
+def test_the_end_token_counts_and_is_neither_in_the_text_nor_in_the_ids(llm):
+    for seed in range(200):
+        reply = llm.generate("hello", temperature=3.0, max_tokens=60, seed=seed)
+        if reply.finish_reason == "stop":
+            assert reply.usage.completion_tokens == len(reply.token_ids) + 1
+            assert "<|im_end|>" not in reply
+            return
+    raise AssertionError("no reply ended by itself")
+
+
+def test_ids_without_text_are_given_too(llm):
+    biased = llm.generate("a", temperature=0, max_tokens=3, logit_bias={0: 100.0})
+    assert biased == ""
+    assert biased.token_ids == (0, 0, 0)
+
+
+def test_a_generation_can_be_read_once(llm):
+    generation = llm.submit([5, 6], mlxinfer.SamplingParams(max_tokens=2))
+    generation.result()
+    with pytest.raises(RuntimeError, match="once"):
+        next(iter(generation))
+
+
+def test_a_stream_can_be_closed_from_another_thread(llm):
+    stream = llm.stream("go on", raw=True, temperature=0, max_tokens=1500, ignore_eos=True)
+    next(stream)
+    closer = threading.Timer(0.1, stream.close)
+    closer.start()
+    list(stream)
+    closer.join()
+    assert stream.reply.finish_reason == "cancelled"
+
+
+def test_leaving_a_with_block_by_an_error_keeps_that_error(tmp_path):
+    llm = mlxinfer.load(tiny.write_folder(tmp_path / "m"))
+    with pytest.raises(KeyError), llm.stream("go on", raw=True, max_tokens=1500, ignore_eos=True) as stream:
+        next(stream)
+        llm.unload()
+        raise KeyError
+
+
+def test_settings_reach_the_engine(tmp_path):
+    folder = tiny.write_folder(tmp_path / "m")
+    with mlxinfer.load(folder, context_length=50, max_num_seqs=2, max_queue=1, prefill_chunk=9) as llm:
+        assert llm.info.context_length == 50
+        assert (llm._engine.state.max_num_seqs, llm._engine.state.prefill_chunk) == (2, 9)
+        prompts = [f"number {i}" for i in range(12)]
+        assert len(llm.batch(prompts, max_tokens=3)) == 12, "a batch waits for its own earlier prompts"
+        held = [llm.submit([5] * 20, mlxinfer.SamplingParams(max_tokens=25, ignore_eos=True)) for _ in range(3)]
+        with pytest.raises(mlxinfer.QueueFullError):
+            llm.submit([5], mlxinfer.SamplingParams(max_tokens=1))
+        for generation in held:
+            generation.cancel()
+    with pytest.raises(InvalidRequestError, match="max_num_seqs"):
+        mlxinfer.load(folder, max_num_seqs=0)
+    with pytest.raises(InvalidRequestError, match="dtype"):
+        mlxinfer.load(folder, dtype="bogus")
+
+
+def test_an_override_does_not_ask_the_environment_again(tmp_path, monkeypatch):
+    from mlxinfer.config import Settings
+
+    monkeypatch.setenv("MLXINFER_CONTEXT_LENGTH", "77")
+    folder = tiny.write_folder(tmp_path / "m")
+    with mlxinfer.load(folder, settings=Settings(), max_num_seqs=2) as llm:
+        assert llm.info.context_length == 2048
+    with mlxinfer.load(folder) as llm:
+        assert llm.info.context_length == 77
+
+
+def test_the_catalogues_sampling_fills_what_the_model_leaves_open(monkeypatch):
+    from mlxinfer import llm as module
+
+    own = mlxinfer.SamplingParams(top_k=3)
+    defaults = module._defaults("smollm2-135m", own)
+    assert (defaults.temperature, defaults.repetition_penalty, defaults.top_k) == (0.0, 1.1, 3)
+    assert module._defaults("no-such-alias", own) == own
+
+
+def test_a_higher_priority_overtakes(llm):
+    filler = [llm.submit([5] * 300, mlxinfer.SamplingParams(max_tokens=1, temperature=0)) for _ in range(20)]
+    order = []
+
+    def note(name, generation):
+        generation.result()
+        order.append(name)
+
+    low = llm.submit([6] * 900, mlxinfer.SamplingParams(max_tokens=1, temperature=0), priority=0)
+    high = llm.submit([7] * 900, mlxinfer.SamplingParams(max_tokens=1, temperature=0), priority=9)
+    threads = [threading.Thread(target=note, args=a) for a in (("low", low), ("high", high))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for generation in filler:
+        generation.result()
+    assert order == ["high", "low"]
+
+
+def test_numpys_integers_are_token_ids(llm):
+    import numpy as np
+
+    assert llm.generate(np.array([5, 6, 7]), **GREEDY) == llm.generate([5, 6, 7], **GREEDY)
+    assert llm.generate(list(np.array([5, 6, 7])), **GREEDY) == llm.generate([5, 6, 7], **GREEDY)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate([5.0, 6.5]),
+        lambda llm: llm.generate([True, True]),
+        lambda llm: llm.generate(["a"]),
+        lambda llm: llm.generate([{"role": "user", "content": "x"}]),
+        lambda llm: llm.generate(b"x"),
+        lambda llm: llm.generate(5),
+        lambda llm: llm.submit([5], mlxinfer.SamplingParams(), priority="high"),
+        lambda llm: llm.submit([5], mlxinfer.SamplingParams(), priority=None),
+        lambda llm: llm.chat(None),
+        lambda llm: llm.chat(b"x"),
+        lambda llm: llm.chat([]),
+        lambda llm: llm.chat({"role": "user", "content": "x"}),
+        lambda llm: llm.chat(["x"]),
+        lambda llm: llm.chat([{"role": "user"}]),
+        lambda llm: llm.chat([{"content": "x"}]),
+        lambda llm: llm.chat([{"role": 5, "content": "x"}]),
+        lambda llm: llm.chat([{"role": "user", "content": None}]),
+        lambda llm: llm.chat([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], system="z"),
+        lambda llm: llm.batch("Name a fruit."),
+        lambda llm: llm.batch(["fine", None]),
+        lambda llm: llm.stream("x", raw=True, system="y"),
+        lambda llm: llm.generate("a", stop=5),
+    ],
+)
+def test_a_wrong_call_is_a_clear_error_and_a_running_stream_goes_on(llm, call):
+    expected = llm.generate("the quick", temperature=0, max_tokens=60, ignore_eos=True)
+    stream = llm.stream("the quick", raw=True, temperature=0, max_tokens=60, ignore_eos=True)
+    next(stream)
+    with pytest.raises(InvalidRequestError):
+        call(llm)
+    list(stream)
+    assert stream.reply == expected
+
+
+def test_batches_can_be_raw_or_awaited(llm):
+    raw = llm.batch(["the quick", [5, 6, 7]], raw=True, **GREEDY)
+    assert raw == [llm.generate("the quick", **GREEDY), llm.generate([5, 6, 7], **GREEDY)]
+    assert asyncio.run(llm.abatch(["hello"], **GREEDY)) == [llm.chat("hello", **GREEDY)]
 
 
 def break_config(folder):

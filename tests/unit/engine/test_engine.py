@@ -183,3 +183,51 @@ def test_the_thread_sleeps_when_there_is_nothing_to_do(engine):
     before = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.1, "an idle engine must not poll"
+
+
+def test_a_consumer_that_fails_loses_its_own_request_only(engine, caplog):
+    calls = []
+
+    def broken(event: Event) -> None:
+        calls.append(event)
+        raise ValueError("planted")
+
+    others = submit(engine, request("other", max_tokens=40))
+    engine.submit(request("broken", max_tokens=500), broken)
+    assert tokens(collect(others)) == reference(engine, (5, 6, 7), 40)
+    assert tokens(collect(submit(engine, request("next", max_tokens=4)))) == reference(engine, (5, 6, 7), 4)
+    assert len(calls) == 2, "its first token and its end"
+    assert calls[-1].finished == "cancelled"
+    assert engine.thread.alive
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+
+
+def test_the_figures_of_a_request_add_up(engine):
+    before = engine.stats()
+    got = collect(submit(engine, request("timed", list(range(3, 60)), max_tokens=10)))
+    t = got[-1].timings
+    assert 0 <= t.queue_s < t.ttft_s < t.total_s
+    assert t.prefill_tok_s == pytest.approx(57 / (t.ttft_s - t.queue_s))
+    assert t.decode_tok_s == pytest.approx(9 / (t.total_s - t.ttft_s), rel=0.05)
+    after = engine.stats()
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 57
+    assert after["generated_tokens"] - before["generated_tokens"] == 10
+    assert after["steps"] > before["steps"]
+
+
+def test_a_cancelled_waiting_request_leaves_no_row_with_the_runner(engine):
+    running = [submit(engine, request(f"r{i}", max_tokens=30)) for i in range(4)]
+    waiting = submit(engine, request("w"))
+    engine.cancel("w")
+    collect(waiting)
+    for events in running:
+        collect(events)
+    collect(submit(engine, request("last", max_tokens=1)))
+    engine.thread.call(lambda: None)
+    assert set(engine.runner._rows) <= {"last"}
+
+
+def test_a_closed_engine_is_stepped_no_more_and_lets_go_of_its_model(engine):
+    engine.thread.call(engine.close)
+    assert engine.runner.model is None
+    assert engine.thread.call(lambda: engine in engine.thread._engines) is False

@@ -132,3 +132,26 @@ def test_uniform_numbers_are_reproducible_distinct_and_below_one():
     assert numbers != [uniform(8, i) for i in range(2000)]
     assert 0 <= min(numbers) < max(numbers) < 1
     assert abs(float(np.mean(numbers)) - 0.5) < 0.03
+
+
+def test_top_p_stops_exactly_where_the_sum_is_reached():
+    # 0.5 + 0.25 reaches 0.75, so the third token is out; powers of two keep the sums exact.
+    logits = [math.log(p) for p in (0.5, 0.25, 0.125, 0.125)]
+    got = frequencies(RowSampling(temperature=1.0, top_p=0.75), logits)
+    assert np.allclose(got[:2], [2 / 3, 1 / 3], atol=1e-3)
+
+
+def test_min_p_keeps_a_token_that_is_exactly_as_likely_as_asked():
+    got = frequencies(RowSampling(temperature=1.0, min_p=0.5), [1.0, 1.0 + math.log(0.5) + 1e-4, -3.0])
+    assert np.allclose(got, [2 / 3, 1 / 3, 0], atol=1e-3)
+
+
+def test_top_p_counts_the_mass_that_top_k_left():
+    # Of 0.4, 0.3, 0.2, 0.1 top_k 2 leaves 4/7 and 3/7; 4/7 is above 0.5, so only one token stays.
+    logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
+    assert frequencies(RowSampling(temperature=1.0, top_k=2, top_p=0.5), logits).tolist() == [1, 0, 0, 0]
+
+
+def test_different_seeds_and_positions_give_different_numbers_even_where_their_digits_join_alike():
+    assert uniform(1, 23) != uniform(12, 3)
+    assert len({uniform(s, p) for s in range(50) for p in range(50)}) > 2490

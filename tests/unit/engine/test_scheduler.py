@@ -134,3 +134,48 @@ def test_chunks_are_smaller_while_rows_decode():
     assert step.prefill is not None
     assert step.prefill.end - step.prefill.start == 10
     assert [r.request_id for r in step.decode] == ["a"]
+
+
+def test_what_a_long_prompt_earned_by_waiting_is_kept_when_it_gets_a_turn():
+    # A stream of one 100-token prompt per step: 63 chunks of work took 3,066 steps when waiting was forgotten.
+    state = SchedulerState(max_num_seqs=64, prefill_chunk=128)
+    state.add(Tracked("long", 8000, 1, frozenset()))
+    for i in range(1000):
+        state.add(Tracked(f"s{i}", 100, 1, frozenset()))
+        step = schedule(state)
+        for row in step.decode:
+            state.end(row.request_id, "length")
+        if "long" not in state.requests:
+            return
+    raise AssertionError("the long prompt did not finish within 1000 steps")
+
+
+def test_a_low_priority_is_late_but_not_starved_by_a_stream_of_higher_ones():
+    state = SchedulerState(max_num_seqs=64, prefill_chunk=16)
+    state.add(Tracked("low", 10, 1, frozenset(), priority=0))
+    for i in range(2000):
+        state.add(Tracked(f"h{i}", 10, 1, frozenset(), priority=1))
+        step = schedule(state)
+        for row in step.decode:
+            state.end(row.request_id, "length")
+        if "low" not in state.requests:
+            assert i > 50, "the higher priority goes first for a while"
+            return
+    raise AssertionError("the low priority never ran")
+
+
+def test_one_token_prompts_decode_at_once_and_take_nobodys_turn():
+    state = SchedulerState(max_num_seqs=4, prefill_chunk=8)
+    state.add(Tracked("long", 40, 1, frozenset()))
+    for i in range(5):
+        state.add(Tracked(f"one{i}", 1, 3, frozenset()))
+    step = schedule(state)
+    assert [r.request_id for r in step.decode] == ["one0", "one1", "one2", "one3"]
+    assert step.started == ("one0", "one1", "one2", "one3")
+    assert step.prefill is None, "there is no room for a fifth row"
+    state = SchedulerState(max_num_seqs=6, prefill_chunk=8)
+    state.add(Tracked("long", 40, 1, frozenset()))
+    state.add(Tracked("one", 1, 3, frozenset()))
+    step = schedule(state)
+    assert step.prefill is not None
+    assert [r.request_id for r in step.decode] == ["one"]

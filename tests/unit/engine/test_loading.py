@@ -1,0 +1,167 @@
+"""From files to a model: one dtype, memory checked before, and no config that gets past as something else."""
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+import mlxinfer
+from mlxinfer import ModelFileError, UnsupportedModelError, WontFitError, runtime
+from mlxinfer.engine import loading
+from mlxinfer.errors import MlxinferError
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return tiny.write_folder(tmp_path_factory.mktemp("loading") / "good")
+
+
+def load(folder, **kwargs):
+    return loading.load_model("folder", folder, **kwargs)
+
+
+def test_a_stray_half_precision_weight_is_cast_so_that_everything_has_one_dtype(tmp_path):
+    folder = tiny.write_folder(tmp_path / "m")
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights["model.norm.weight"] = weights["model.norm.weight"].astype(mx.float16)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    loaded = load(folder)
+    assert {w.dtype for w in loading.parameters(loaded.model)} == {mx.float32}
+    assert loaded.dtype == "float32"
+
+
+def test_weights_that_mlx_lm_keeps_out_of_casts_stay_float32():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = mx.ones((4, 4))
+            self.e_score_correction_bias = mx.ones(4)
+
+        @property
+        def cast_predicate(self):
+            return lambda path: "e_score_correction_bias" not in path
+
+    model = Model()
+    assert loading._apply_dtype_policy(model, "bfloat16") == "bfloat16"
+    assert model.weight.dtype == mx.bfloat16
+    assert model.e_score_correction_bias.dtype == mx.float32
+
+
+def test_a_quantized_model_stays_packed_when_unpacking_would_take_too_much_memory(tmp_path, monkeypatch):
+    folder = tiny.write_folder(tmp_path / "q")
+    model = tiny.build_model(tiny.config())
+    nn.quantize(model, group_size=32, bits=4)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(tiny.config(quantization={"group_size": 32, "bits": 4})))
+    assert "dequantized" in load(folder).quantization
+    plain = 4 * load(folder).num_parameters
+    small = runtime.Memory(total=plain, available=plain, budget=mx.get_active_memory() + int(plain * 1.5))
+    monkeypatch.setattr(runtime, "memory", lambda: small)
+    assert "dequantized" not in load(folder).quantization
+
+
+def test_what_does_not_fit_is_refused_with_the_figures_before_it_is_read(good, monkeypatch):
+    needed = sum(info.nbytes for info in loading.check_safetensors(good / "model.safetensors").values())
+    held = mx.get_active_memory()
+    for budget, fits in ((needed + held + 2**16, True), (needed + held - 2**10, False)):
+        monkeypatch.setattr(runtime, "memory", lambda b=budget: runtime.Memory(b, b, b))
+        if fits:
+            load(good)
+        else:
+            with pytest.raises(WontFitError, match="mlxinfer fit"):
+                load(good)
+
+
+def test_half_precision_files_are_counted_as_the_float32_they_become_on_a_cpu(tmp_path, monkeypatch):
+    folder = tiny.write_folder(tmp_path / "half")
+    weights = {k: v.astype(mx.bfloat16) for k, v in mx.load(str(folder / "model.safetensors")).items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    mx.save_safetensors(str(folder / "consolidated.safetensors"), {"stray": mx.zeros(10**6)})
+    size = sum(w.nbytes for w in weights.values())
+    budget = mx.get_active_memory() + int(size * 1.5)
+    monkeypatch.setattr(runtime, "memory", lambda: runtime.Memory(budget, budget, budget))
+    with pytest.raises(WontFitError):
+        load(folder)
+    budget = mx.get_active_memory() + int(size * 2.2)
+    load(folder)
+
+
+CONFIGS = [
+    {"hidden_size": 2**31},
+    {"hidden_size": 0},
+    {"hidden_size": -5},
+    {"hidden_size": "64"},
+    {"hidden_size": 64.5},
+    {"num_attention_heads": 0},
+    {"num_attention_heads": 10**9},
+    {"num_key_value_heads": -(2**31)},
+    {"head_dim": 2**31},
+    {"vocab_size": 0},
+    {"vocab_size": -1},
+    {"vocab_size": float("nan")},
+    {"num_hidden_layers": 10**9},
+    {"num_hidden_layers": 2**63},
+    {"num_hidden_layers": 10**30},
+    {"layer_types": ["full_attention"] * 100_000},
+    {"rope_scaling": {"type": "linear", "factor": 0}},
+    {"rope_theta": "x"},
+    {"rope_theta": []},
+    {"quantization_config": {"quant_method": "awq"}},
+    {"quantization": {"bits": 4}},
+    {"quantization": 5},
+    {"model_type": "cache"},
+    {"model_type": "base"},
+    {"model_type": "__init__"},
+    {"model_type": "olmo"},
+    {"model_type": "phi3small"},
+    {"model_type": "phi3small", "vocab_size": "x"},
+    {"architectures": 5},
+]
+
+
+@pytest.mark.parametrize("change", CONFIGS, ids=str)
+def test_an_absurd_config_is_a_clear_error(tmp_path, good, change):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for file in good.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(tiny.config() | change))
+    with pytest.raises((ModelFileError, UnsupportedModelError)):
+        mlxinfer.load(folder)
+
+
+def test_a_model_whose_forward_fails_is_not_left_running(tmp_path, good):
+    for change in ({"rope_traditional": "x", "rope_theta": None},):
+        folder = tiny.write_folder(tmp_path / "m")
+        (folder / "config.json").write_text(json.dumps(tiny.config() | change))
+        with pytest.raises(MlxinferError):
+            mlxinfer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"temperature": 0.3, "top_k": 5}, (0.3, 5)),
+        ({"temperature": 10**400}, (None, None)),
+        ({"top_k": float("inf")}, (None, None)),
+        ({"top_k": float("nan"), "temperature": float("nan")}, (None, None)),
+        ({"temperature": "hot", "top_k": True}, (None, None)),
+        ({"temperature": -1, "top_p": 1.5}, (None, None)),
+        ({"do_sample": False, "temperature": 0.6}, (0.0, None)),
+        ({"do_sample": True, "temperature": 0.6}, (0.6, None)),
+    ],
+)
+def test_generation_config_gives_defaults_and_malformed_values_are_left_out(generation, expected):
+    defaults = loading.sampling_defaults(generation)
+    assert (defaults.temperature, defaults.top_k) == expected
+    assert defaults.top_p is None
+
+
+def test_the_context_is_what_the_config_states_and_a_number_that_is_none_is_not_taken():
+    assert loading.context_length({"max_position_embeddings": 77}) == 77
+    assert loading.context_length({"text_config": {"max_position_embeddings": 88}}) == 88
+    assert loading.context_length({"n_positions": True}) == 4096
