@@ -44,14 +44,31 @@ class Settings:
     context_length: int | None = None
     """A limit below the model's own."""
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                object.__setattr__(self, field.name, _coerce(field.name, value, "Settings"))
+        _check(self)
+
 
 def config_path(environ: Mapping[str, str] | None = None) -> Path:
     """MLXINFER_CONFIG, or $XDG_CONFIG_HOME/mlxinfer/config.toml, or ~/.config/mlxinfer/config.toml, macOS included."""
     env = os.environ if environ is None else environ
     if explicit := env.get("MLXINFER_CONFIG"):
         return Path(explicit)
-    base = env.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(base) / "mlxinfer" / "config.toml"
+    base = env.get("XDG_CONFIG_HOME") or "~/.config"
+    return expand_user(base, "the folder of config.toml (XDG_CONFIG_HOME)") / "mlxinfer" / "config.toml"
+
+
+def expand_user(text: str, setting: str, *, param: str | None = None) -> Path:
+    """`text` as a path with a leading ~ or ~user put in. Raises InvalidRequestError, which names the `setting`."""
+    if "\0" in text:
+        raise InvalidRequestError(f"{setting} must be a path, not {text!r:.80}", param=param)
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # no user of that name, or no HOME and no entry in the list of users
+        raise InvalidRequestError(f"{setting} is {text!r:.80}: that home folder is not known", param=param) from error
 
 
 def load_settings(
@@ -62,31 +79,53 @@ def load_settings(
 ) -> Settings:
     """Resolve the settings. `flags` holds command-line values; None there means "not given".
 
-    Raises InvalidRequestError for an unknown key, a value of the wrong kind or a file that is not TOML.
+    Raises InvalidRequestError for an unknown key, a value of the wrong kind, a file that is not TOML or a file that
+    MLXINFER_CONFIG names and that isn't there.
     """
     env = os.environ if environ is None else environ
-    file = path or config_path(env)
-    values = _from_file(file) | _from_environ(env)
+    values = _from_file(path or config_path(env), must_exist=_names_file(path, env)) | _from_environ(env)
     for name, value in (flags or {}).items():
         if value is not None:
             values[name] = _coerce(name, value, "command line")
-    settings = Settings(**values)
-    _check(settings)
-    return settings
+    return Settings(**values)
+
+
+def override(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """The settings with some fields replaced and checked; the environment is not asked again."""
+    return dataclasses.replace(settings, **{name: _coerce(name, value, "load") for name, value in changes.items()})
+
+
+def source_of(key: str, *, environ: Mapping[str, str] | None = None, path: Path | None = None) -> str | None:
+    """What sets `key`: "$MLXINFER_KEY", the file's path, or None where neither does. Raises as load_settings does."""
+    env = os.environ if environ is None else environ
+    if key in _from_environ(env):
+        return f"${ENV_PREFIX}{key.upper()}"
+    file = path or config_path(env)
+    return str(file) if key in _from_file(file, must_exist=_names_file(path, env)) else None
+
+
+def _names_file(path: Path | None, env: Mapping[str, str]) -> bool:
+    return path is None and bool(env.get("MLXINFER_CONFIG"))
 
 
 def _fields() -> dict[str, Any]:
     return typing.get_type_hints(Settings)
 
 
-def _from_file(file: Path) -> dict[str, Any]:
+def _from_file(file: Path, *, must_exist: bool) -> dict[str, Any]:
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except IsADirectoryError:
+        raise InvalidRequestError(f"{file} is a directory; the configuration is a file, config.toml") from None
     except (FileNotFoundError, NotADirectoryError):
+        if must_exist:
+            raise InvalidRequestError(f"$MLXINFER_CONFIG names {file}, and there is no such file") from None
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise InvalidRequestError(f"{file} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidRequestError(f"{file} cannot be read as TOML: {error}") from error
-    return {key: _coerce(key, value, str(file)) for key, value in table.items()}
+    return {key: _coerce(key, value, str(file), folder=file.parent, typed=True) for key, value in table.items()}
 
 
 def _from_environ(env: Mapping[str, str]) -> dict[str, Any]:
@@ -98,7 +137,11 @@ def _from_environ(env: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _coerce(name: str, value: Any, where: str) -> Any:
+def _coerce(name: str, value: Any, where: str, *, folder: Path | None = None, typed: bool = False) -> Any:
+    """The value as the field has it. A relative path is below `folder`, by default the current one.
+
+    `typed`: the source knows numbers, so that a text in place of one is a mistake; a variable is always text.
+    """
     hints = _fields()
     if name not in hints:
         raise InvalidRequestError(f"{where}: unknown setting {name!r}; known: {', '.join(hints)}", param=name)
@@ -106,8 +149,8 @@ def _coerce(name: str, value: Any, where: str) -> Any:
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     wanted = next(k for k in kinds if k is not type(None))
     if wanted is Path and isinstance(value, str | Path):
-        return Path(value).expanduser()
-    if wanted is int and isinstance(value, str):
+        return Path(os.path.abspath((folder or Path()) / expand_user(str(value), f"{where}: {name}", param=name)))
+    if wanted is int and isinstance(value, str) and not typed:
         try:
             return int(value)
         except ValueError:

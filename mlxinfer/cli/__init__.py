@@ -6,14 +6,32 @@ stdout carries data, stderr progress and messages. Exit codes: 0 ok, 1 failure, 
 
 from __future__ import annotations
 
-import sys
+import os
+import signal
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+INTERRUPTED = 130
 
 
 def main() -> None:
     """Entry point of the `mlxinfer` script. Ends the process."""
-    try:
-        from mlxinfer.cli.group import cli
+    # Until the verb runs there is nothing to clean up; an exception out of a half-done import may be swallowed or
+    # printed by whoever imports. A handler that the caller has set (nohup, a test) stays.
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, _quit)
+    from mlxinfer.cli.group import cli
 
+    if ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
         cli(prog_name="mlxinfer")
-    except KeyboardInterrupt:  # while importing; later click and the group take care of it
-        sys.exit(130)
+    except KeyboardInterrupt:  # between the handler above and click's
+        os._exit(INTERRUPTED)
+
+
+def _quit(signum: int, frame: FrameType | None) -> NoReturn:
+    os._exit(INTERRUPTED)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +24,14 @@ SETTABLE = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name no
 
 COMMANDS = {
     "/help": "this list",
-    "/set": "KEY VALUE: change a sampling parameter; KEY default: the model's own; alone: list them",
+    "/set": "KEY VALUE: change a sampling parameter; KEY default: the model's own; alone: list them; "
+    "stop takes several texts, quoted where they hold spaces",
     "/system": "TEXT: set the system message; alone: show it; -: none",
     "/clear": "forget the conversation, keep system message and parameters",
     "/save": "FILE: write the conversation as JSON",
     "/load": "FILE: go on with a saved conversation",
     "/model": "say what model this is",
-    "/exit": "leave (also Ctrl-D)",
+    "/exit": "leave (also /quit, /bye and Ctrl-D)",
 }
 
 
@@ -51,7 +53,7 @@ class Chat:
     def command(self, text: str) -> str | None:
         """Run one; returns what to tell the user, None for /exit. Raises InvalidRequestError, the state unchanged."""
         word, _, rest = text.strip().partition(" ")
-        rest = rest.strip()
+        word, rest = word.lower(), rest.strip()
         if word in ("/exit", "/quit", "/bye"):
             return None
         if word not in COMMANDS:
@@ -194,7 +196,7 @@ def _params(value: Any, where: str) -> SamplingParams:
 
 
 def _value(key: str, text: str) -> Any:
-    """`/set` values: numbers as JSON has them; stop takes one string or a JSON list of them."""
+    """`/set` values: numbers as JSON has them; stop takes a JSON list, or words as a shell has them."""
     if text in ("default", "none"):
         return () if key == "stop" else None
     try:
@@ -203,7 +205,27 @@ def _value(key: str, text: str) -> Any:
         value = text
     if key != "stop":
         return value
-    return tuple(value) if isinstance(value, list) else (value if isinstance(value, str) else text,)
+    return tuple(value) if isinstance(value, list) else tuple(_words(text))
+
+
+def _words(text: str) -> list[str]:
+    """The words of `a "b c"`. Double quotes are JSON's, so that "\\n" is a newline; an unpaired one is a character."""
+    lexer = shlex.shlex(text, posix=False)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        words = list(lexer)
+    except ValueError:
+        return [text]
+    return [_unquoted(word) for word in words]
+
+
+def _unquoted(word: str) -> str:
+    if len(word) < 2 or word[0] not in "\"'" or word[0] != word[-1]:
+        return word
+    try:
+        return str(json.loads(word)) if word[0] == '"' else word[1:-1]
+    except ValueError:
+        return word[1:-1]
 
 
 def _shown(value: object) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.metadata
 import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -29,6 +31,7 @@ Status = Literal["ok", "warning", "error"]
 MARKS: dict[Status, tuple[str, str]] = {"ok": ("ok", "green"), "warning": ("!!", "yellow"), "error": ("XX", "red")}
 PACKAGES = ("mlx", "mlx-lm", "huggingface-hub", "tokenizers", "safetensors", "gguf", "fastapi", "uvicorn")
 HUB_SECONDS = 3.0
+BLAS_PACKAGE = "libopenblas0-pthread"
 LOW_DISK = 5_000_000_000
 
 
@@ -157,7 +160,9 @@ def _device() -> Iterator[Finding]:
     yield _memory(memory)
     library, why = runtime.blas()
     if on_cpu and sys.platform != "darwin" and library is None:
-        fix = "sudo apt-get install libopenblas0   (or your system's OpenBLAS; it is found at the next start)"
+        fix = f"sudo apt-get install {BLAS_PACKAGE}   (or your system's OpenBLAS; it is found at the next start)"
+        if os.environ.get("MLXINFER_BLAS"):  # off, or a library that cannot be loaded: the others were not tried
+            fix = f"unset MLXINFER_BLAS   (then, if none is found: sudo apt-get install {BLAS_PACKAGE})"
         yield Finding("blas", "warning", f"{why}; mlx's own is many times slower in prefill", fix)
     else:
         yield Finding("blas", "ok", f"{library}, {why}" if library else why)
@@ -190,17 +195,35 @@ def _caches(settings: Settings) -> Iterator[Finding]:
 
     from mlxinfer.zoo.files import human_bytes
 
-    for name, folder in (("cache", settings.cache_dir), ("hub cache", Path(constants.HF_HUB_CACHE))):
+    for name, folder, variable in (
+        ("cache", settings.cache_dir, "MLXINFER_CACHE_DIR"),
+        ("hub cache", Path(constants.HF_HUB_CACHE), "HF_HOME"),
+    ):
         existing = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
+        size = human_bytes(tree_size(folder))
+        if not _writable(existing):
+            own = f'sudo chown -R "$USER" {existing}, or ' if existing == folder else ""
+            fix = f"{own}set {variable} to a folder that you can write to"
+            where = "" if existing == folder else f" ({existing} is not)"
+            yield Finding(name, "error", f"{folder}: {size}; not writable{where}", fix)
+            continue
         free = shutil.disk_usage(existing).free
-        text = f"{folder}: {human_bytes(tree_size(folder))}, {human_bytes(free)} free on the disk"
-        if not os.access(existing, os.W_OK):
-            fix = f'sudo chown -R "$USER" {existing}' if existing == folder else f"mkdir -p {folder}"
-            yield Finding(name, "error", f"{text}; not writable", fix)
-        elif free < LOW_DISK:
+        text = f"{folder}: {size}, {human_bytes(free)} free on the disk"
+        if free < LOW_DISK:
             yield Finding(name, "warning", f"{text}; most models need more", "mlxinfer ls, then mlxinfer rm MODEL")
         else:
             yield Finding(name, "ok", text)
+
+
+def _writable(folder: Path) -> bool:
+    """Tried, not asked: root may write everywhere by its rights, and still not to /proc or a read-only disk."""
+    if not os.access(folder, os.W_OK):
+        return False
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # full, which is another finding
+    return True
 
 
 def tree_size(folder: Path) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mlxinfer.cli import options, output
+from mlxinfer.cli import checks, options, output
 
 if TYPE_CHECKING:
     from mlxinfer.zoo.fitting import FitReport
@@ -40,6 +40,8 @@ def fit(model: str, ctx: int | None, as_json: bool) -> None:
         output.emit_json(report.as_dict())
     else:
         _print(report)
+        if use := checks.no_text(checks.entry_of(model)):
+            output.say(f"{model} {use}.", dim=True)
     if report.verdict == "no":
         click.get_current_context().exit(WONT_FIT)
 

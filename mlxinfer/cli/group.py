@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from mlxinfer import __version__
-from mlxinfer.cli import output
+from mlxinfer.cli import INTERRUPTED, output, process
 from mlxinfer.errors import MlxinferError
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ VERBS = {
     "completion": ("mlxinfer.cli.completion:completion", "Print a shell completion script."),
 }
 """Verb → (module:attribute, the line in `mlxinfer --help`)."""
-
-INTERRUPTED = 130
 
 
 class LazyGroup(click.Group):
@@ -58,17 +55,27 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"no such command {args[0]!r}{output.did_you_mean(args[0], VERBS)}", ctx=ctx)
         return super().resolve_command(ctx, args)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """--json belongs to the verb; before it, it is taken all the same."""
+        leading = 0
+        while args[leading : leading + 1] == ["--json"]:
+            leading += 1
+        if leading and args[leading:] == []:
+            raise click.UsageError("--json needs a verb: mlxinfer VERB --json", ctx=ctx)
+        rest = args[leading:]
+        return super().parse_args(ctx, [rest[0], "--json", *rest[1:]] if leading and rest[0] in VERBS else rest)
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        with _reader_may_leave():  # --help and --version print here
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _reader_may_leave():
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
-        except BrokenPipeError:
-            # `mlxinfer ls | head -1`: the reader has what it wanted. The descriptor is replaced because Python
-            # flushes stdout once more on exit.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise click.exceptions.Exit(0) from None
 
     def main(
         self,
@@ -84,11 +91,29 @@ class LazyGroup(click.Group):
         rest: dict[str, Any] = {"complete_var": complete_var, "windows_expand_args": windows_expand_args, **extra}
         if not standalone_mode:
             return super().main(arguments, prog_name, standalone_mode=False, **rest)
-        _lenient_streams()
-        with _errors_end_the_process(as_json=output.wants_json(arguments)):
-            code = super().main(arguments, prog_name or "mlxinfer", standalone_mode=False, **rest)
-            # A verb returns nothing; click returns the code of ctx.exit().
-            sys.exit(code if isinstance(code, int) else 0)
+        process.prepare_streams()
+        try:
+            with _errors_end_the_process(as_json=output.wants_json(arguments)):
+                code = super().main(arguments, prog_name or "mlxinfer", standalone_mode=False, **rest)
+                sys.stdout.flush()
+                # A verb returns nothing; click returns the code of ctx.exit().
+                sys.exit(code if isinstance(code, int) else 0)
+        except SystemExit as ending:
+            process.end(ending.code if isinstance(ending.code, int) else 0)
+        except process.OutputError as failure:
+            process.discard(sys.stdout)
+            output.say(f"Error: cannot write the output: {failure.strerror}")
+            process.end(1)
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """`mlxinfer ls | head -1`: the reader has what it wanted."""
+    try:
+        yield
+    except BrokenPipeError:
+        process.discard(sys.stdout)
+        raise click.exceptions.Exit(0) from None
 
 
 @contextlib.contextmanager
@@ -100,7 +125,8 @@ def _errors_end_the_process(*, as_json: bool) -> Iterator[None]:
         _end(INTERRUPTED, "interrupted", "interrupted", as_json=as_json, quiet=True)
     except click.ClickException as error:
         if not as_json:
-            error.show()
+            with output.stderr_may_fail():
+                error.show()
             sys.exit(error.exit_code)
         code = "usage" if isinstance(error, click.UsageError) else "failure"
         _end(error.exit_code, code, error.format_message(), as_json=True)
@@ -114,13 +140,6 @@ def _end(exit_code: int, code: str, message: str, *, as_json: bool, quiet: bool 
     elif not quiet:
         output.say(f"Error: {message}")
     sys.exit(exit_code)
-
-
-def _lenient_streams() -> None:
-    """A model writes any character; a terminal that cannot show one gets `?`, not a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @click.command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -9,9 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mlxinfer.cli import output, progress
+from mlxinfer import runtime
+from mlxinfer.cli import checks, output, process, progress
+from mlxinfer.config import source_of
+from mlxinfer.errors import GatedModelError, ModelNotFoundError, OfflineError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mlxinfer.config import Settings
     from mlxinfer.llm import LLM
 
@@ -31,16 +37,53 @@ def could_be_model(word: str) -> bool:
     return "/" in word and "\n" not in word and "\0" not in word and len(word) < 1000 and Path(word).exists()
 
 
-def load_model(name: str, settings: Settings) -> LLM:
-    """Load with progress on stderr. Raises what `mlxinfer.load` raises."""
+def check_name(name: str, settings: Settings) -> None:
+    """Raise what says that `name` can be no model here, without a download: ModelNotFoundError, ModelFileError, …"""
     from mlxinfer import zoo
 
+    with contextlib.suppress(OfflineError):  # it has to be fetched, which is the business of load_model
+        zoo.resolve(name, settings, fetch=False)
+
+
+def load_model(name: str, settings: Settings) -> LLM:
+    """Load with progress on stderr. Raises what `mlxinfer.load` raises; what can be known is, before a download."""
+    from mlxinfer import zoo
+
+    checks.check_generates(name)
+    checks.check_fits(name, settings)
     with progress.reporting() as report:
         # Before the engine is imported: an unknown name is an answer at once, not after two seconds.
         zoo.resolve(name, settings, progress=report)
-        from mlxinfer.llm import load
+        with process.cut_off_by_signals():
+            from mlxinfer.llm import load
 
-        return load(name, settings=settings, progress=report)
+            llm = load(name, settings=settings, progress=report)
+    asked, own = settings.context_length, llm.info.context_length
+    if asked is not None and asked > own:
+        output.say(f"The context limit of {asked} is beyond what {name} has; its own {own} tokens hold.", dim=True)
+    if slow := slow_blas():
+        output.say(f"Prompts are read many times slower than this CPU could: {slow}", dim=True)
+    return llm
+
+
+@contextlib.contextmanager
+def naming_the_setting(name: str, *, given: bool) -> Iterator[None]:
+    """Errors about a model that the command line did not name say which file or variable did."""
+    try:
+        yield
+    except (ModelNotFoundError, OfflineError, GatedModelError, UnsupportedModelError) as error:
+        source = None if given else source_of("model")
+        if source is None:
+            raise
+        raise type(error)(f"{error}\n`model` is set to {name!r:.160} by {source}") from error
+
+
+def slow_blas() -> str | None:
+    """What is wrong with this machine's BLAS and what to do, or None. Only Linux CPUs need one beside mlx's own."""
+    library, why = runtime.blas()
+    if library is not None or not sys.platform.startswith("linux") or not runtime.on_cpu():
+        return None
+    return f"no fast BLAS ({why}); `mlxinfer doctor` says how to mend it."
 
 
 def default_model(settings: Settings, *, yes: bool) -> str:

@@ -9,6 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from mlxinfer.config import Settings, load_settings
+from mlxinfer.errors import MlxinferError
 from mlxinfer.types import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,6 +26,19 @@ class ModelName(click.ParamType):
         aliases = [entry.alias for entry in zoo.catalog()]
         found = [CompletionItem(alias) for alias in aliases if alias.startswith(incomplete)]
         return found or [CompletionItem(incomplete, type="file")]
+
+
+class InstalledName(ModelName):
+    """A model that is on this machine."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from mlxinfer import zoo
+
+        try:
+            names = dict.fromkeys(files.name for files in zoo.installed(load_settings()))
+        except MlxinferError:  # the verb itself says what is wrong; a completion has no place to
+            return []
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")

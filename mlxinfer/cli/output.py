@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -10,16 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxinfer.cli import process
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 # C0 without tab and newline, DEL and C1: what a model (or a file name) could move a cursor or set a title with.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
 
 def say(message: str, *, dim: bool = False) -> None:
-    """One message to stderr."""
-    click.echo(style(printable(message), dim=True, to=sys.stderr) if dim else printable(message), err=True)
+    """One message to stderr. Where stderr cannot be written, the answer on stdout is still worth having."""
+    with stderr_may_fail():
+        click.echo(style(printable(message), dim=True, to=sys.stderr) if dim else printable(message), err=True)
+
+
+@contextlib.contextmanager
+def stderr_may_fail() -> Iterator[None]:
+    """A stderr that is full, or whose reader has left, is written to no more."""
+    try:
+        yield
+    except OSError:
+        process.discard(sys.stderr)
 
 
 def emit_json(value: Any) -> None:
@@ -39,10 +52,13 @@ def printable(text: str) -> str:
 
 
 def style(text: str, *, to: Any, **styles: Any) -> str:
-    """Colour for a terminal that wants it: NO_COLOR, TERM=dumb and files get the bare text."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not to.isatty():
-        return text
-    return click.style(text, **styles)
+    """Colour for a terminal that wants it, the bare text elsewhere."""
+    return click.style(text, **styles) if decorates(to) else text
+
+
+def decorates(stream: Any) -> bool:
+    """Whether colour and bars may go there: a terminal, and neither NO_COLOR nor TERM=dumb."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

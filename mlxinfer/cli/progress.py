@@ -34,7 +34,7 @@ PLAIN_INTERVAL = 5.0
 @contextlib.contextmanager
 def reporting() -> Iterator[Progress]:
     """A Progress callback, thread-safe, whose bars are gone when the block ends."""
-    if not sys.stderr.isatty():
+    if not output.decorates(sys.stderr):
         yield PlainProgress()
         return
     bars = BarProgress()
@@ -45,12 +45,12 @@ def reporting() -> Iterator[Progress]:
 
 
 class PlainProgress:
-    """One line when a file begins, then at most one every few seconds."""
+    """One line when a file begins, then at most one every few seconds, and none twice in a row."""
 
     def __init__(self, write: Callable[[str], None] = output.say, clock: Callable[[], float] = time.monotonic) -> None:
         self._write = write
         self._clock = clock
-        self._last: dict[tuple[str, str], float] = {}
+        self._last: dict[tuple[str, str], tuple[float, str]] = {}
         self._lock = threading.Lock()
 
     def __call__(self, event: ProgressEvent) -> None:
@@ -58,10 +58,11 @@ class PlainProgress:
             return
         with self._lock:
             key, now = (event.phase, event.label), self._clock()
-            if key in self._last and now - self._last[key] < PLAIN_INTERVAL:
+            before, said = self._last.get(key, (now - PLAIN_INTERVAL, ""))
+            if now - before < PLAIN_INTERVAL or (text := line(event)) == said:
                 return
-            self._last[key] = now
-            self._write(line(event))
+            self._last[key] = now, text
+            self._write(text)
 
 
 def line(event: ProgressEvent) -> str:

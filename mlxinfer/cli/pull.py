@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from mlxinfer.cli import options, output, progress
+from mlxinfer.cli import checks, options, output, progress
 from mlxinfer.cli.ls import files_json
 
 
@@ -22,12 +22,14 @@ def pull(model: str, as_json: bool) -> None:
     from mlxinfer.zoo.files import human_bytes
 
     settings = options.settings_of()
+    if report_of_fit := checks.too_large(model, settings):
+        output.say(f"Warning: {checks.wont_fit(model, report_of_fit)}")
     with progress.reporting() as report:
         files = zoo.pull(model, settings, progress=report)
     if as_json:
         output.emit_json(files_json(files))
         return
     click.echo(str(files.path))
-    output.say(
-        f"{files.name}: {human_bytes(files.size_bytes)}, {files.origin}. Try: mlxinfer run {files.name}", dim=True
-    )
+    use = checks.no_text(checks.entry_of(model))
+    what = f"{files.name}: {human_bytes(files.size_bytes)}, {files.origin}."
+    output.say(f"{what} It {use}." if use else f"{what} Try: mlxinfer run {files.name}", dim=True)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-import termios
 from typing import TYPE_CHECKING
 
 import click
@@ -18,10 +15,11 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from mlxinfer.cli import output
 from mlxinfer.cli.chat import COMMANDS, SETTABLE, Chat
 from mlxinfer.cli.run import write_piece
+from mlxinfer.cli.terminal import no_echo
 from mlxinfer.errors import ContextLengthError, EngineClosedError, MlxinferError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
     from prompt_toolkit.document import Document
@@ -108,24 +106,6 @@ def answer(llm: LLM, state: Chat, text: str, *, raw: bool, stats: bool) -> None:
         output.say(line, dim=True)
     if not raw and (said or not stopped):
         state.messages += [turn, {"role": "assistant", "content": "".join(said)}]
-
-
-@contextlib.contextmanager
-def no_echo() -> Iterator[None]:
-    """What is typed while a reply streams is kept for the next prompt, and not mixed into the text."""
-    try:
-        descriptor = sys.stdin.fileno()
-        before = termios.tcgetattr(descriptor)
-    except (termios.error, OSError, ValueError):  # stdin is no terminal
-        yield
-        return
-    quiet = list(before)
-    quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 def _end_line(said: list[str]) -> None:

@@ -11,7 +11,7 @@ from mlxinfer.errors import ModelFileError, OfflineError
 
 
 @click.command("rm", epilog=options.example("mlxinfer rm smollm2-135m", "mlxinfer rm -y mlx-community/Qwen3-0.6B-4bit"))
-@options.model_argument
+@click.argument("model", type=options.InstalledName())
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @options.json_option
 def rm(model: str, yes: bool, as_json: bool) -> None:

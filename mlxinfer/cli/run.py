@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxinfer.cli import loading, options, output
+from mlxinfer.cli import loading, options, output, terminal
 from mlxinfer.errors import ModelNotFoundError
 
 if TYPE_CHECKING:
-    from mlxinfer.config import Settings
+    from collections.abc import Iterator
+
     from mlxinfer.llm import LLM
     from mlxinfer.types import Reply, SamplingParams
 
 MAX_STDIN_BYTES = 64 * 1024 * 1024
+MAX_HINT = 80
+"""Characters of a command line that is shown as a hint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +77,21 @@ def run(words: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     settings = options.settings_of(ctx=opts["ctx"], dtype=opts["dtype"])
     _check_text("--system", opts["system"])
     chat = told.prompt is None and not told.stdin and sys.stdin.isatty()
+    hint = _as_prompt(words) if told.model is not None and opts["model"] is None else ""
+    if told.model is not None:
+        # Before the prompt: `mlxinfer run Hello < /dev/null` lacks a model, not a prompt.
+        with _hinting(hint):
+            loading.check_name(told.model, settings)
     if chat and as_json:
         raise click.UsageError("--json needs a prompt: mlxinfer run MODEL PROMPT --json")
     if chat and not sys.stdout.isatty():
         raise click.UsageError("no prompt, and stdout is not a terminal to chat in: mlxinfer run MODEL PROMPT")
     prompt = "" if chat else _prompt(told, raw=opts["raw"])
     name = told.model or loading.default_model(settings, yes=opts["yes"])
-    llm = _load(name, settings, could_be_prompt=words == (name,) and "/" not in name)
+    # What is typed ahead waits for the chat, and does not mix with the bars.
+    quiet = terminal.no_echo() if chat else contextlib.nullcontext()
+    with _hinting(hint), loading.naming_the_setting(name, given=told.model is not None), quiet:
+        llm = loading.load_model(name, settings)
     try:
         if chat:
             from mlxinfer.cli import repl
@@ -90,13 +103,22 @@ def run(words: tuple[str, ...], as_json: bool, **opts: Any) -> None:
         llm.unload()
 
 
-def _load(name: str, settings: Settings, *, could_be_prompt: bool) -> LLM:
+def _as_prompt(words: tuple[str, ...]) -> str:
+    """How to ask all of `words`, the first of which was taken for a model; empty if it is org/name or a path."""
+    if "/" in words[0] or words[0].endswith(".gguf"):
+        return ""
+    text = shlex.join(words)
+    return f"mlxinfer run -m MODEL {text if len(text) <= MAX_HINT else text[:MAX_HINT] + '…'}"
+
+
+@contextlib.contextmanager
+def _hinting(hint: str) -> Iterator[None]:
     try:
-        return loading.load_model(name, settings)
+        yield
     except ModelNotFoundError as error:
-        if not could_be_prompt:
+        if not hint:
             raise
-        raise ModelNotFoundError(f"{error}\nIf it is the prompt: mlxinfer run -m MODEL {name}") from error
+        raise ModelNotFoundError(f"{error}\nIf it is the prompt: {hint}") from error
 
 
 def _prompt(told: Words, *, raw: bool) -> str:

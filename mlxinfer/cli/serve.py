@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from mlxinfer.cli import loading, options, output
+from mlxinfer.cli import checks, loading, options, output, process
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
     from mlxinfer.config import Settings
@@ -31,7 +33,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
         "MLXINFER_API_KEY=secret mlxinfer serve smollm2-135m --host 0.0.0.0",
     ),
 )
-@click.argument("models", nargs=-1, type=options.ModelName(), metavar="MODEL...")
+@click.argument("models", nargs=-1, type=options.ModelName(), metavar="[MODEL]...")
 @click.option("--host", metavar="ADDRESS", help="Where to listen [127.0.0.1]; others need MLXINFER_API_KEY set.")
 @click.option("--port", type=int, metavar="N", help="Port [8080]; 0 takes a free one.")
 @click.option("--allow-host", multiple=True, metavar="NAME", help="Another name in the Host header to answer to.")
@@ -44,11 +46,15 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     SIGTERM lets running requests end and exits with 0.
     """
     settings = options.settings_of(ctx=opts["ctx"], dtype=opts["dtype"], host=opts["host"], port=opts["port"])
+    given = bool(models)
     if not models and settings.model:
         models = (settings.model,)
     if not models:
         raise click.UsageError("name a model: mlxinfer serve MODEL, or set `model` in config.toml")
     named = name_models(models)
+    for source in named.values():  # all of them, before the first is loaded for minutes
+        with loading.naming_the_setting(source, given=given):
+            checks.check_generates(source)
     access = {"allowed_hosts": frozenset(opts["allow_host"]), "allowed_origins": frozenset(opts["allow_origin"])}
     _check_address(settings, access)
     before = signal.signal(signal.SIGTERM, _terminated)
@@ -56,11 +62,22 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
         with ExitStack() as stack:
             loaded: dict[str, LLM] = {}
             for name, source in named.items():
-                loaded[name] = loading.load_model(source, settings)
+                with loading.naming_the_setting(source, given=given), _kept_if_cut_off(stack):
+                    loaded[name] = loading.load_model(source, settings)
                 stack.callback(loaded[name].unload)
             _run(loaded, settings, access, as_json=as_json)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _kept_if_cut_off(stack: ExitStack) -> Iterator[None]:
+    """Unloading would wait for the load that was cut off, and the process ends anyway (`process.end`)."""
+    try:
+        yield
+    finally:
+        if process.a_load_was_cut_off():
+            stack.pop_all()
 
 
 def _check_address(settings: Settings, access: dict[str, Any]) -> None:
@@ -96,6 +113,8 @@ def name_models(models: tuple[str, ...]) -> dict[str, str]:
     """Name → source. `NAME=SOURCE` names it; a path gets the name of its folder or file; else the model's own name."""
     named: dict[str, str] = {}
     for text in models:
+        if not text.strip():
+            raise click.UsageError("a model's name is empty; name one: mlxinfer serve MODEL")
         name, equals, source = text.partition("=")
         if not equals or text.startswith((".", "/", "~")):
             name, source = served_name(text), text

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mlxinfer.cli import options, output
+from mlxinfer.cli import checks, options, output
 from mlxinfer.cli.ls import entry_json
 from mlxinfer.errors import OfflineError
 
@@ -19,7 +19,7 @@ def show(model: str, as_json: bool) -> None:
     from mlxinfer import zoo
     from mlxinfer.zoo.cards import card_of
 
-    entry = zoo.find_entry(model)
+    entry = checks.entry_of(model)
     try:
         card = card_of(zoo.resolve(model, options.settings_of(), fetch=False)).as_dict()
     except OfflineError:
@@ -31,6 +31,8 @@ def show(model: str, as_json: bool) -> None:
         output.emit_json({"name": model, "installed": card is not None, "model": card, "catalog": catalog})
         return
     click.echo(output.pairs(_rows(model, card or {}, catalog or {})))
+    if use := checks.no_text(entry):
+        output.say(f"{model} {use}.", dim=True)
     if card is None:
         output.say(f"Not on this machine. Get it: mlxinfer pull {model}", dim=True)
 

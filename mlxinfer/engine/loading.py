@@ -15,7 +15,7 @@ from mlxinfer import runtime, upstream
 from mlxinfer.errors import ModelFileError, WontFitError
 from mlxinfer.formats.files import read_json_object
 from mlxinfer.formats.gguf import load_gguf
-from mlxinfer.formats.safetensors import TensorInfo, check_safetensors, shard_files
+from mlxinfer.formats.safetensors import TensorInfo, check_dtypes, check_safetensors, shard_files
 from mlxinfer.tokenizer import Tokenizer
 from mlxinfer.types import SamplingParams
 
@@ -115,6 +115,7 @@ def _from_folder(folder: Path, dtype: str) -> _Source:
     tokenizer = Tokenizer.from_folder(folder)
     shards = shard_files(folder)
     tensors = {name: info for shard in shards for name, info in check_safetensors(shard).items()}
+    check_dtypes(tensors, str(folder))
     check_layers(folder, config, len(tensors))
     check_memory(folder.name, _bytes_in_memory(tensors, dtype))
     model, config = upstream.load_folder(folder, shards)

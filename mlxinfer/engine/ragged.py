@@ -123,9 +123,6 @@ class RaggedKV:
     def empty(self) -> bool:
         return all(row.keys is None for row in self.rows)
 
-    def is_trimmable(self) -> bool:
-        return False
-
     @property
     def keys(self) -> mx.array | None:
         """The buffer of a single row; pipeline-parallel models tie it to their communication."""

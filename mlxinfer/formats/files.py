@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from mlxinfer.errors import ModelFileError
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 MAX_JSON_BYTES = 64 * 2**20
 
 
-def read_regular(path: Path, limit: int) -> bytes | None:
-    """The bytes of a regular file, or None when there is no file of that name.
+def open_regular(path: Path) -> IO[bytes] | None:
+    """A regular file, open for reading, or None when there is no file of that name.
 
     A FIFO would block for ever, and a device claims a size of 0 and never ends; neither is opened for long. Raises
-    ModelFileError for anything that is no regular file, has more than `limit` bytes, or can't be read.
+    ModelFileError for anything that is no regular file or can't be opened.
     """
     try:
         # O_NONBLOCK so that opening a FIFO returns; it changes nothing for a regular file.
@@ -28,10 +28,22 @@ def read_regular(path: Path, limit: int) -> bytes | None:
         return None
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be opened: {error}") from error
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ModelFileError(f"{path} is no regular file")
+    # Before `open`, which keeps the descriptor of a directory that it refuses.
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ModelFileError(f"{path} is no regular file")
+    return open(descriptor, "rb")
+
+
+def read_regular(path: Path, limit: int) -> bytes | None:
+    """The bytes of a regular file, or None when there is no file of that name.
+
+    Raises ModelFileError as `open_regular` does, for a file of more than `limit` bytes, or one that can't be read.
+    """
+    file = open_regular(path)
+    if file is None:
+        return None
+    with file:
         try:
             data = file.read(limit + 1)
         except OSError as error:

@@ -7,13 +7,16 @@ Layout: 8 bytes of header length, a JSON object of name to {dtype, shape, data_o
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.errors import ModelFileError
+from mlxinfer.formats.files import open_regular, read_regular
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 MAX_HEADER_BYTES = 32 * 2**20
@@ -27,6 +30,8 @@ DTYPE_BITS = {
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
     "C64": 64,
 }  # fmt: skip
+INTEGERS = frozenset({"U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
+BYTES = frozenset({"U8", "I8"})
 INDEX_NAME = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _PLAIN_NAME = re.compile(r"[^/\\\0]+\.safetensors")
@@ -66,11 +71,12 @@ def check_safetensors(path: Path) -> dict[str, TensorInfo]:
 
 def _read_header(path: Path) -> tuple[bytes, int, int]:
     """(header, where the data start, size of the file)."""
+    file = open_regular(path)
+    if file is None:
+        raise ModelFileError(f"{path} is missing")
     try:
-        if not path.is_file():
-            raise ModelFileError(f"{path} is missing or not a regular file")
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > size - 8:
@@ -150,6 +156,35 @@ def _check_cover(path: Path, tensors: dict[str, TensorInfo], start: int, size: i
         raise ModelFileError(f"{path}: {size - end} bytes after the last tensor belong to nothing")
 
 
+def check_dtypes(tensors: Mapping[str, TensorInfo], where: str) -> None:
+    """Refuse weights whose dtype can't be meant: integers where a model computes with floats.
+
+    mlx would read the bits of a relabelled tensor as numbers, and the model would answer nonsense. `tensors` are those
+    of all shards together, since a weight and its scales may lie in two files. Raises ModelFileError; `where` begins
+    its message. A `.weight` may hold integers only if the same module has scales of some kind: mlx's packed words are
+    U32 beside `.scales`; other quantizers use bytes and words beside `.weight_scale`, `.SCB` or `.weight.absmax`. Bytes
+    in a `.bias` are a mask in some older models, and all other names are left alone: index tables are integers rightly.
+    """
+    explained = {
+        name.rpartition(".")[0].removesuffix(".weight")
+        for name in tensors
+        if any(word in name.rpartition(".")[2].lower() for word in ("scale", "scb", "absmax"))
+    }
+    for name, info in tensors.items():
+        stem, _, last = name.rpartition(".")
+        packed = f"{stem}.scales" in tensors
+        if last == "weight" and packed and info.dtype in INTEGERS - BYTES:
+            wrong = info.dtype != "U32"
+        elif last == "weight":
+            wrong = info.dtype in INTEGERS and stem not in explained
+        elif last == "scales":
+            wrong = info.dtype in INTEGERS - BYTES
+        else:
+            wrong = last in ("bias", "biases") and info.dtype in INTEGERS - BYTES
+        if wrong:
+            raise ModelFileError(f"{where}: tensor {name!r:.120} is {info.dtype}; floats are expected there")
+
+
 def shard_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model in `folder`, in order. Files may be symbolic links.
 
@@ -173,13 +208,10 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise ModelFileError(f"{index} is larger than {MAX_INDEX_BYTES} bytes")
-        table = _parse_object(index, index.read_bytes())
-    except OSError as error:
-        raise ModelFileError(f"{index} cannot be read: {error.strerror or error}") from error
-    names = table.get("weight_map")
+    data = read_regular(index, MAX_INDEX_BYTES)
+    if data is None:
+        raise ModelFileError(f"{index} is missing")
+    names = _parse_object(index, data).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelFileError(f"{index}: weight_map must map tensor names to file names")
     for name in names.values():

@@ -6,7 +6,6 @@ full disk and a killed process; the hub client's own cache tools ignore it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import time
@@ -16,11 +15,10 @@ from typing import IO, TYPE_CHECKING, Any
 from mlxinfer.errors import DownloadError, OfflineError
 from mlxinfer.types import Progress, ProgressEvent
 from mlxinfer.zoo.stores import hub_cache, hub_folder
-from mlxinfer.zoo.transfer import check_cancelled, report
+from mlxinfer.zoo.transfer import check_cancelled, locked, report
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterator
     from pathlib import Path
 
     from mlxinfer.zoo.hub import HubFile
@@ -60,9 +58,13 @@ def fetch_blob(file: HubFile, progress: Progress | None, cancel: threading.Event
     """
     blob, path = blob_path(file), partial_path(file)
     blob.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(file, cancel):
+    lock = hub_cache() / ".locks" / hub_folder(file.repo).name / f"{file.sha256}.mlxinfer.lock"
+    # The others wait, and then find the blob.
+    with locked(lock, cancel, file.name):
         if blob.is_file() and blob.stat().st_size == file.size:
             return
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.unlink()  # not ours: a link would be written through, a device never ends
         with path.open("ab+") as out:
             partial = _Partial(out, file, progress, cancel)
             partial.read_existing()
@@ -116,24 +118,6 @@ class _Partial:
         self.digest.update(block)
         self.done += len(block)
         report(self.progress, ProgressEvent("download", self.done, self.file.size, self.file.name))
-
-
-@contextlib.contextmanager
-def _lock(file: HubFile, cancel: threading.Event | None) -> Iterator[None]:
-    """One process at a time writes a partial file; the others wait, and then find the blob."""
-    from huggingface_hub.utils import WeakFileLock
-
-    path = hub_cache() / ".locks" / hub_folder(file.repo).name / f"{file.sha256}.mlxinfer.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        while True:
-            check_cancelled(cancel, file.name)
-            try:
-                stack.enter_context(WeakFileLock(path, timeout=0.5))
-            except TimeoutError:
-                continue
-            break
-        yield
 
 
 def _download(partial: _Partial) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.errors import ModelFileError
-from mlxinfer.zoo.checks import weight_files
+from mlxinfer.formats.files import open_regular, read_json_object
+from mlxinfer.formats.safetensors import check_safetensors
+from mlxinfer.zoo.checks import MAX_CONFIG_BYTES, read_config, weight_files
 from mlxinfer.zoo.entries import CacheShape, catalog, find_entry
 from mlxinfer.zoo.resolver import resolve
-from mlxinfer.zoo.shapes import shape_from_config, shape_from_gguf
+from mlxinfer.zoo.shapes import context_of, count_of, shape_from_config, shape_from_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from mlxinfer.zoo.entries import CatalogEntry
     from mlxinfer.zoo.files import ModelFiles
 
-MAX_CONFIG_BYTES = 16 << 20
-MAX_HEADER_BYTES = 100 << 20
 MAX_LISTED_FILES = 256
+MAX_WORD = 80
+"""Characters of a name or licence that a file may state; more is no name."""
+README_HEAD = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +64,21 @@ def card_of(model: ModelFiles) -> ModelCard:
 
 
 def _folder_card(model: ModelFiles, entry: CatalogEntry | None) -> ModelCard:
-    config = read_json(model.path / "config.json")
+    config = read_config(model.path / "config.json")
     weights = weight_files(model.path)
     if weights is None:
         raise ModelFileError(f"{model.path} has lost some of its weights; pull {model.name} again")
-    tokenizer = read_json(model.path / "tokenizer_config.json", missing_ok=True)
+    tokenizer = read_json_object(model.path / "tokenizer_config.json", MAX_CONFIG_BYTES) or {}
     template = tokenizer.get("chat_template")
     chat = (model.path / "chat_template.jinja").is_file() or (model.path / "chat_template.json").is_file()
-    text = config.get("text_config")
-    context = (text if isinstance(text, dict) else config).get("max_position_embeddings")
     return ModelCard(
         name=model.name,
         origin=model.origin,
         kind=model.kind,
         path=str(model.path),
-        architecture=str(config.get("model_type", "")),
+        architecture=_word(config.get("model_type")),
         parameters=_count(weights, config),
-        context_length=context if isinstance(context, int) else 0,
+        context_length=context_of(config),
         quantization=_quantization(config),
         licence=entry.licence if entry else _licence(model.path / "README.md"),
         size_bytes=model.size_bytes,
@@ -93,7 +93,6 @@ def _gguf_card(model: ModelFiles, entry: CatalogEntry | None) -> ModelCard:
 
     file = read_gguf(model.path)
     meta, arch = file.metadata, file.architecture
-    context = meta.get(f"{arch}.context_length")
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.nbytes
@@ -106,9 +105,9 @@ def _gguf_card(model: ModelFiles, entry: CatalogEntry | None) -> ModelCard:
         path=str(model.path),
         architecture=arch,
         parameters=sum(t.size for t in file.tensors.values()),
-        context_length=context if isinstance(context, int) else 0,
+        context_length=count_of(meta, f"{arch}.context_length"),
         quantization="GGUF " + ", ".join(sorted(sizes, key=lambda k: -sizes[k])[:3]),
-        licence=entry.licence if entry else str(meta.get("general.license", "")),
+        licence=entry.licence if entry else _word(meta.get("general.license")),
         size_bytes=model.size_bytes,
         capabilities=entry.capabilities if entry else guessed,
         files=((model.path.name, model.size_bytes),),
@@ -116,67 +115,38 @@ def _gguf_card(model: ModelFiles, entry: CatalogEntry | None) -> ModelCard:
     )
 
 
-def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    """A JSON object of bounded size. Raises ModelFileError that names the file."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_CONFIG_BYTES:
-            raise ModelFileError(f"{path} has {size} bytes; a config has at most {MAX_CONFIG_BYTES}")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if missing_ok:
-            return {}
-        raise ModelFileError(f"{path} is missing") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
 def _count(weights: Iterable[Path], config: dict[str, Any]) -> int:
     """Parameters out of the safetensors headers; packed 32-bit words are unpacked by the config's bits."""
     bits = _bits(config)
     total = 0
     for path in weights:
-        for name, info in _header(path).items():
-            if name == "__metadata__" or not isinstance(info, dict) or not isinstance(info.get("shape"), list):
-                continue
-            count = math.prod(info["shape"])
-            if info.get("dtype") == "U32" and bits:
+        for name, info in check_safetensors(path).items():
+            count = math.prod(info.shape)
+            if info.dtype == "U32" and bits:
                 total += count * 32 // bits
             elif not name.endswith((".scales", ".biases")):
                 total += count
     return total
 
 
-def _header(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= min(MAX_HEADER_BYTES, path.stat().st_size - 8):
-                raise ModelFileError(f"{path}: header length {length} does not fit the file")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} has no readable safetensors header: {error}") from error
-    if not isinstance(header, dict):
-        raise ModelFileError(f"{path}: the safetensors header is no JSON object")
-    return header
-
-
 def _bits(config: dict[str, Any]) -> int:
     quantization = config.get("quantization")
-    bits = quantization.get("bits") if isinstance(quantization, dict) else None
-    return bits if isinstance(bits, int) and 1 <= bits <= 8 else 0
+    bits = count_of(quantization, "bits") if isinstance(quantization, dict) else 0
+    return bits if bits <= 8 else 0
 
 
 def _quantization(config: dict[str, Any]) -> str:
     quantization = config.get("quantization") or config.get("quantization_config")
     if not isinstance(quantization, dict):
-        return str(config.get("torch_dtype") or config.get("dtype") or "none")
-    mode = quantization.get("mode") or quantization.get("quant_method") or "affine"
-    bits, group = quantization.get("bits"), quantization.get("group_size")
-    return f"{mode} {bits}-bit, group {group}" if bits and group else f"{mode} {bits}-bit" if bits else str(mode)
+        return _word(config.get("torch_dtype")) or _word(config.get("dtype")) or "none"
+    mode = _word(quantization.get("mode")) or _word(quantization.get("quant_method")) or "affine"
+    bits, group = count_of(quantization, "bits"), count_of(quantization, "group_size")
+    return f"{mode} {bits}-bit, group {group}" if bits and group else f"{mode} {bits}-bit" if bits else mode
+
+
+def _word(value: object) -> str:
+    """A name that a file states; "" for what is none."""
+    return value if isinstance(value, str) and len(value) <= MAX_WORD and value.isprintable() else ""
 
 
 def _capabilities(config: dict[str, Any], chat: bool, template: object, folder: Path) -> tuple[str, ...]:
@@ -198,13 +168,16 @@ def _template_capabilities(template: str) -> tuple[str, ...]:
 def _licence(readme: Path) -> str:
     """The licence of a hub model card's front matter."""
     try:
-        with readme.open(encoding="utf-8", errors="replace") as file:
-            head = file.read(4096)
-    except OSError:
+        file = open_regular(readme)
+        if file is None:
+            return ""
+        with file:
+            head = file.read(README_HEAD).decode("utf-8", errors="replace")
+    except (OSError, ModelFileError):
         return ""
     for line in head.splitlines()[1:60] if head.startswith("---") else ():
         if line.startswith("license:"):
-            return line.partition(":")[2].strip()[:80]
+            return _word(line.partition(":")[2].strip()[:MAX_WORD])
     return ""
 
 

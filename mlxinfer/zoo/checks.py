@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mlxinfer.errors import ModelNotFoundError, UnsupportedModelError
+from mlxinfer.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
+from mlxinfer.formats.files import read_json_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 64 << 20
 GGUF_ORDER = ("Q4_1", "Q4_0", "Q8_0", "Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "F16", "BF16")
 """Which quantization of a repository is taken when none is named: first those that are kept packed without loss."""
@@ -31,25 +33,31 @@ def weight_files(folder: Path) -> tuple[Path, ...] | None:
 
     The index wins over what else lies in the folder, as for every reader of sharded checkpoints.
     """
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         return None
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if os.path.exists(index):
         names = _indexed(index)
         files = tuple(folder / name for name in names) if names else ()
     else:
         files = tuple(sorted(folder.glob("model*.safetensors"))) or tuple(sorted(folder.glob("weights*.safetensors")))
-    return files if files and all(f.is_file() for f in files) else None
+    return files if files and all(os.path.isfile(f) for f in files) else None
 
 
 def _indexed(index: Path) -> list[str] | None:
     try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            return None
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        names = set((read_json_object(index, MAX_INDEX_BYTES) or {})["weight_map"].values())
+    except (ModelFileError, KeyError, TypeError, AttributeError):
         return None
     return sorted(names) if names and all(plain_name(n) for n in names) else None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A model's config.json. Raises ModelFileError when it is missing, too large or no JSON object."""
+    config = read_json_object(path, MAX_CONFIG_BYTES)
+    if config is None:
+        raise ModelFileError(f"{path} is missing")
+    return config
 
 
 def total_size(files: Iterable[Path]) -> int:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mlxinfer import runtime
 from mlxinfer.errors import InvalidRequestError, ModelFileError, ModelNotFoundError
-from mlxinfer.zoo.cards import card_of, read_json
+from mlxinfer.zoo.cards import card_of
+from mlxinfer.zoo.checks import read_config
 from mlxinfer.zoo.entries import DEMO, CacheShape, CatalogEntry, catalog, find_entry
 from mlxinfer.zoo.files import human_bytes
 from mlxinfer.zoo.names import parse_name
 from mlxinfer.zoo.resolver import find_local, resolve
-from mlxinfer.zoo.shapes import cache_bytes, largest_context, shape_from_config
+from mlxinfer.zoo.shapes import cache_bytes, context_of, count_of, largest_context, shape_from_config
 
 if TYPE_CHECKING:
     from mlxinfer.config import Settings
@@ -131,7 +132,7 @@ def fit(
         total_bytes=total,
         budget_bytes=mem.budget,
         available_bytes=mem.available,
-        tok_s=0.0 if verdict == "no" or not sizes.generates else round(gb_s * 1e9 * efficiency / read, 1),
+        tok_s=0.0 if verdict == "no" or not sizes.generates else round(gb_s * 1e9 * efficiency / max(1.0, read), 1),
         bandwidth_gb_s=round(gb_s, 1),
         bandwidth_source=source,
         efficiency=efficiency,
@@ -211,23 +212,21 @@ def _sizes_on_hub(name: str, repo: str, revision: str) -> Sizes:
     from mlxinfer.zoo.hub import peek
 
     path, weight_bytes = peek(repo, revision)
-    config = read_json(path)
+    config = read_config(path)
     shape = shape_from_config(config)
     if weight_bytes == 0 or shape.layers == 0:
         raise ModelFileError(f"{repo} does not say how large it is (no safetensors or no num_hidden_layers)")
-    text = config.get("text_config")
-    context = (text if isinstance(text, dict) else config).get("max_position_embeddings")
     quantization = config.get("quantization") or config.get("quantization_config")
-    bits = quantization.get("bits") if isinstance(quantization, dict) else None
+    bits = count_of(quantization, "bits") if isinstance(quantization, dict) else 0
     # 16-bit group scales and biases add half a bit per weight in groups of 64.
-    per_weight = bits + 0.5 if isinstance(bits, int) and bits < 16 else 16.0
+    per_weight = bits + 0.5 if 1 <= bits < 16 else 16.0
     parameters = int(weight_bytes * 8 / per_weight)
     return Sizes(
         name=name,
         weight_bytes=weight_bytes,
         parameters=parameters,
         active_parameters=parameters,
-        context=context if isinstance(context, int) else 0,
+        context=context_of(config),
         cache=shape,
         packed=per_weight < 15,
     )

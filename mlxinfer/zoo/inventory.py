@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 import shutil
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -68,11 +71,13 @@ def _remove_package(alias: str, settings: Settings) -> int:
     folder = package_folder(alias, settings)
     if not folder.is_dir() or folder.is_symlink():
         return 0
-    size = sum(p.lstat().st_size for p in folder.rglob("*") if p.is_file())
-    # Renamed first: a half-deleted folder is never taken for a model.
-    doomed = folder.with_name(f".fetch-removed-{alias}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
+    # Renamed first: a half-deleted folder is never taken for a model. To a name of our own: two may remove at once.
+    doomed = folder.with_name(f".fetch-removed-{alias}-{secrets.token_hex(4)}")
+    try:
+        folder.rename(doomed)
+    except FileNotFoundError:  # the other one was first
+        return 0
+    size = sum(p.lstat().st_size for p in doomed.rglob("*") if os.path.isfile(p))
     shutil.rmtree(doomed)
     return size
 
@@ -107,8 +112,10 @@ def _remove_hub(repo: str, revision: str | None, file: str) -> int:
 def _remove_partials(repo: str) -> int:
     freed = 0
     for path in (hub_folder(repo) / "blobs").glob("*.incomplete"):
-        freed += path.stat().st_size
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # a pull may be giving it its final name
+            size = path.lstat().st_size
+            path.unlink()
+            freed += size
     return freed
 
 

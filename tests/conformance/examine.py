@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4  # relative, float32
 STEPS = 8
-# Longer than the window (8) and the chunk; 70 spans three of phi3small's blocks of 32. One token joins without any state.
+# Longer than the window (8) and the chunk; 70 spans three of phi3small's blocks of 32; one token has no state yet.
 LENGTHS = (41, 23, 5, 70, 1, 2)
 CHUNK = 7
 CHANGED = 18  # tokens before the end of a prompt of 23: two windows and more

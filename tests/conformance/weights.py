@@ -33,6 +33,8 @@ def build(
 ) -> nn.Module:
     """A tiny model of mlx-lm's `module` with weights from `seed`, in float32 and ready to run."""
     arch = importlib.import_module(f"mlx_lm.models.{module}")
+    # mlx draws the first biases of its linear layers from the global generator.
+    mx.random.seed(seed)
     # sanitize and load_weights are mlx-lm's; here only the forward pass is at stake.
     model = arch.Model(arch.ModelArgs.from_dict({**config, "model_type": module}))
     model.eval()

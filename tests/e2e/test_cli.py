@@ -29,6 +29,7 @@ MLXINFER = [sys.executable, "-m", "mlxinfer"]
 @pytest.fixture(autouse=True)
 def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No settings and no history of whoever runs the tests; the model cache stays theirs."""
+    (tmp_path / "config.toml").touch()
     monkeypatch.setenv("MLXINFER_CONFIG", str(tmp_path / "config.toml"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("NO_COLOR", "1")
@@ -269,6 +270,42 @@ def test_what_is_typed_during_a_reply_waits_for_the_next_prompt(terminal: Callab
     chat.expect(r">>>")
     chat.type("\x04")
     assert chat.wait() == 0
+
+
+@pytest.mark.model
+def test_what_is_typed_while_the_model_loads_waits_for_the_prompt(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("run", DEMO)
+    chat.expect("Loading")
+    chat.type("/model\r")
+    assert "/model" not in chat.expect(r"/help lists commands")
+    chat.expect(r"context_length")
+    chat.expect(r">>>")
+    chat.type("\x04")
+    assert chat.wait() == 0
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("command", [("run", DEMO, LONG), ("serve", DEMO, "--port", "0")])
+def test_ctrl_c_while_the_model_loads_ends_at_once(command: tuple[str, ...]) -> None:
+    with subprocess.Popen([*MLXINFER, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b"Loading" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        _, err = process.communicate(timeout=30)
+        assert (process.returncode, err.strip()) == (130, b"")
+        assert time.monotonic() - begun < 1.5
+
+
+@pytest.mark.model
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which is Linux's")
+def test_an_answer_that_cannot_be_written_ends_with_1() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [*MLXINFER, "run", DEMO, QUESTION, "--max-tokens", "3"]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.endswith(b"Error: cannot write the output: No space left on device\n")
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxinfer.config import Settings, as_dict, config_path, load_settings
+from mlxinfer.config import Settings, as_dict, config_path, load_settings, source_of
 from mlxinfer.errors import InvalidRequestError
 
 NOWHERE = Path("/nonexistent/config.toml")
@@ -111,8 +111,45 @@ def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, data: bytes)
 
 
 def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot be read"):
+    with pytest.raises(InvalidRequestError, match="is a directory"):
         load_settings(environ={}, path=tmp_path)
+    with pytest.raises(InvalidRequestError, match="is a directory"):
+        load_settings(environ={"MLXINFER_CONFIG": str(tmp_path)})
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "config.toml/below-a-file"])
+def test_a_file_that_the_variable_names_must_be_there_and_any_other_need_not(tmp_path: Path, name: str) -> None:
+    config(tmp_path, "")
+    with pytest.raises(InvalidRequestError, match=r"\$MLXINFER_CONFIG names .*no such file"):
+        load_settings(environ={"MLXINFER_CONFIG": str(tmp_path / name)})
+    assert load_settings(environ={"XDG_CONFIG_HOME": str(tmp_path / "nowhere")}) == Settings()
+
+
+@pytest.mark.parametrize("key", ["port", "max_num_seqs", "max_queue", "prefill_chunk", "context_length"])
+def test_a_text_in_place_of_a_number_is_refused_in_the_file_and_right_in_a_variable(tmp_path: Path, key: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"config\.toml: {key} must be int, not '80'"):
+        load_settings(environ={}, path=config(tmp_path, f"{key} = '80'"))
+    assert getattr(load_settings(environ={f"MLXINFER_{key.upper()}": "80"}, path=NOWHERE), key) == 80
+
+
+def test_a_relative_folder_is_below_the_files_folder_or_else_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    path = config(tmp_path, "cache_dir = 'c'")
+    assert load_settings(environ={}, path=path).cache_dir == tmp_path / "c"
+    assert load_settings(environ={}, path=Path("../config.toml")).cache_dir == tmp_path / "c"
+    assert load_settings(environ={"MLXINFER_CACHE_DIR": "c"}, path=path).cache_dir == here / "c"
+    assert load_settings({"cache_dir": "../d"}, environ={}, path=path).cache_dir == tmp_path / "d"
+
+
+def test_the_source_of_a_value_is_the_variable_before_the_file(tmp_path: Path) -> None:
+    path = config(tmp_path, "model = 'm'")
+    assert source_of("model", environ={}, path=path) == str(path)
+    assert source_of("model", environ={"MLXINFER_MODEL": "n"}, path=path) == "$MLXINFER_MODEL"
+    assert source_of("model", environ={}, path=NOWHERE) is None
 
 
 def test_the_file_is_where_the_variable_says_else_in_the_xdg_folder_else_in_home(
@@ -137,3 +174,13 @@ def test_a_tilde_in_a_path_means_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().port = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_an_unknown_home_folder_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"MLXINFER_CACHE_DIR: cache_dir is '~nosuchuser/x'") as caught:
+        load_settings(environ={"MLXINFER_CACHE_DIR": "~nosuchuser/x"}, path=tmp_path / "none.toml")
+    assert caught.value.param == "cache_dir"
+    with pytest.raises(InvalidRequestError, match="cache_dir must be a path"):
+        load_settings({"cache_dir": "a\0b"}, environ={}, path=tmp_path / "none.toml")
+    with pytest.raises(InvalidRequestError, match="XDG_CONFIG_HOME"):
+        config_path({"XDG_CONFIG_HOME": "~nosuchuser"})

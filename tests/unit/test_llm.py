@@ -339,10 +339,15 @@ def test_a_stream_can_be_closed_from_another_thread(llm):
 
 def test_leaving_a_with_block_by_an_error_keeps_that_error(tmp_path):
     llm = mlxinfer.load(tiny.write_folder(tmp_path / "m"))
-    with pytest.raises(KeyError), llm.stream("go on", raw=True, max_tokens=1500, ignore_eos=True) as stream:
-        next(stream)
-        llm.unload()
-        raise KeyError
+
+    def fails() -> None:
+        with llm.stream("go on", raw=True, max_tokens=1500, ignore_eos=True) as stream:
+            next(stream)
+            llm.unload()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
 
 
 def test_settings_reach_the_engine(tmp_path):

@@ -143,7 +143,9 @@ def test_make_hands_a_question_on_as_it_was_written(machine, how):
         command.append(f"PROMPT={question}")
     else:
         env["PROMPT"] = question
-    out = subprocess.run(command, cwd=machine.project, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    out = subprocess.run(
+        command, cwd=machine.project, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     assert out.stdout == f"<-m><mlxinfer><run><-m><smollm2-135m><--><{question}>", out.stderr
     assert not (machine.project / "ran").exists()
 

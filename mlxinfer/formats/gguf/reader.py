@@ -7,6 +7,7 @@ gives the tables of tensor types. mlx's loader is never used: it crashes the pro
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from mlxinfer.errors import ModelFileError, UnsupportedModelError
+from mlxinfer.formats.files import open_regular
 from mlxinfer.formats.gguf.cursor import Cursor
 
 if TYPE_CHECKING:
@@ -57,7 +59,10 @@ class GGUFTensor:
 
     def read(self) -> np.ndarray:
         """The stored bytes, uint8 of shape (rows, bytes per row). A copy: a mapping of a file that shrinks kills."""
-        with self.path.open("rb") as file:
+        file = open_regular(self.path)
+        if file is None:
+            raise ModelFileError(f"{self.path} is gone")
+        with file:
             data = np.fromfile(file, dtype=np.uint8, count=self.nbytes, offset=self.offset)
         if data.size != self.nbytes:
             raise ModelFileError(f"{self.path}: tensor {self.name} has {data.size} of its {self.nbytes} bytes")
@@ -121,11 +126,12 @@ def _split_paths(path: Path, first: GGUFFile, count: int) -> list[Path]:
 
 
 def _read_one(path: Path) -> GGUFFile:
-    if not path.is_file():
-        raise ModelFileError(f"{path} is missing or not a regular file")
+    file = open_regular(path)
+    if file is None:
+        raise ModelFileError(f"{path} is missing")
     try:
-        with path.open("rb") as file:
-            cursor = Cursor(file, str(path), path.stat().st_size)
+        with file:
+            cursor = Cursor(file, str(path), os.fstat(file.fileno()).st_size)
             version, tensor_count, metadata_count = _read_preamble(cursor, path)
             metadata = _read_metadata(cursor, metadata_count)
             alignment = _alignment(cursor, metadata)

@@ -36,7 +36,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "dots1": {"seed": 1},
     "baichuan_m1": {"seed": 1},
     "gear": {"embedding": 0.1},
-    "lfm2-vl": {"seed": 1},
+    "lfm2-vl": {"seed": 2},
     "lfm2_moe": {"seed": 1},
     "mamba2": {"seed": 1},
     "recurrent_gemma": {"seed": 1},

@@ -95,6 +95,7 @@ class FakeLLM:
 def _no_user_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("MLXINFER_MODEL", "MLXINFER_PORT", "MLXINFER_HOST", "MLXINFER_DTYPE", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
+    (tmp_path / "config.toml").touch()
     monkeypatch.setenv("MLXINFER_CONFIG", str(tmp_path / "config.toml"))
     monkeypatch.setenv("MLXINFER_CACHE_DIR", str(tmp_path / "cache"))
 
@@ -109,6 +110,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
         return fake
 
     monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(loading, "check_name", lambda name, settings: None)
     return fake
 
 

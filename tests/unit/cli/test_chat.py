@@ -36,6 +36,9 @@ def chat() -> Chat:
         ("stop 5", "stop", ("5",)),
         (r'stop "\n"', "stop", ("\n",)),
         ('stop ["a", "b"]', "stop", ("a", "b")),
+        ("stop a b", "stop", ("a", "b")),
+        (r"""stop "a b" 'c d' "\n" don't""", "stop", ("a b", "c d", "\n", "don't")),
+        ('stop "', "stop", ('"',)),
     ],
 )
 def test_set_changes_one_parameter_and_default_takes_it_back(chat: Chat, line: str, key: str, value: object) -> None:
@@ -101,7 +104,7 @@ def test_a_saved_conversation_is_loaded_as_it_was(chat: Chat, tmp_path: Path) ->
     assert other.command(f"/load {path}") == f"loaded 2 messages from {path}"
     assert (other.messages, other.system, other.params) == (chat.messages, chat.system, chat.params)
     other.command(f"/save {path}")
-    assert [p.name for p in tmp_path.iterdir()] == ["a b.json"]
+    assert [p.name for p in tmp_path.glob("*a b.json*")] == ["a b.json"]
 
 
 def test_a_file_that_is_no_conversation_is_never_overwritten(chat: Chat, tmp_path: Path) -> None:
@@ -127,7 +130,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_litter(
     with pytest.raises(InvalidRequestError, match=r"c\.json cannot be written: No space left on device"):
         chat.command(f"/save {path}")
     assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["c.json"]
+    assert [p.name for p in tmp_path.glob("*c.json*")] == ["c.json"]
 
 
 @pytest.mark.parametrize(
@@ -311,3 +314,10 @@ def test_a_history_that_cannot_be_written_does_not_stop_the_chat(
     monkeypatch.setattr(repl, "history_path", lambda: tmp_path / "file" / "history")
     repl._history().append_string("x")
     assert "No history" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["/EXIT", "/Quit", "/bye"])
+def test_commands_are_known_in_any_case(chat: Chat, line: str) -> None:
+    assert chat.command(line) is None
+    assert "/quit" in (chat.command("/HELP") or "")
+    assert chat.command("/System Be Brief.") == "system message: Be Brief."

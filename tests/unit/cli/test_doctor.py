@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,8 +16,6 @@ from mlxinfer import runtime
 from mlxinfer.cli import doctor
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.unit.cli.conftest import Invoke
 
 
@@ -153,7 +152,14 @@ def test_a_cpu_without_a_fast_blas_is_a_warning_with_the_package_to_install(
     monkeypatch.setattr(runtime, "blas", lambda: (None, "none found"))
     blas = finding("blas")
     assert blas.status == "warning"
-    assert "libopenblas0" in (blas.fix or "")
+    assert "apt-get install libopenblas0-pthread " in (blas.fix or "")
+    for value in ("off", "nope"):
+        monkeypatch.setenv("MLXINFER_BLAS", value)
+        assert (finding("blas").fix or "").startswith("unset MLXINFER_BLAS ")
+
+
+def test_readme_and_doctor_name_the_same_blas_package() -> None:
+    assert doctor.BLAS_PACKAGE in (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
 
 
 def test_little_free_memory_is_a_warning(finding: Find, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +171,21 @@ def test_a_cache_that_cannot_be_written_is_an_error(finding: Find, monkeypatch: 
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert finding("cache").status == "error"
     assert "not writable" in finding("cache").detail
+
+
+def test_a_home_that_takes_no_files_is_not_writable_and_not_full(
+    finding: Find, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(doctor, "LOW_DISK", 10**18)
+    cache = finding("cache")
+    assert cache.status == "error"
+    assert f"not writable ({tmp_path} is not)" in cache.detail
+    assert "free" not in cache.detail
+    assert "set MLXINFER_CACHE_DIR" in (cache.fix or "")
 
 
 def test_a_full_disk_is_a_warning(finding: Find, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,3 +144,11 @@ def test_a_reader_that_leaves_ends_the_program_quietly() -> None:
     process.stdout.close()
     assert (process.stderr.read(), process.wait()) == (b"", 0)
     process.stderr.close()
+
+
+def test_json_before_the_verb_is_taken_and_alone_says_where_it_goes(invoke: Invoke) -> None:
+    assert invoke("--json", "ls").stdout == invoke("ls", "--json").stdout != ""
+    assert invoke("--json", "--version").exit_code == 0
+    result = invoke("--json")
+    assert result.exit_code == 2
+    assert "mlxinfer VERB --json" in error_of(result)["message"]

@@ -102,3 +102,27 @@ def test_bars_count_bytes_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPat
     text = terminal.getvalue()
     assert "m[1].gguf" in text
     assert "50.0/100.0 MB" in text
+
+
+def test_an_unchanged_line_is_not_said_again() -> None:
+    said: list[str] = []
+    now = [0.0]
+    report = PlainProgress(said.append, lambda: now[0])
+    for second in (0.0, 6.0, 60.0):
+        now[0] = second
+        report(ProgressEvent("load", int(second), 98_000_000, "m"))
+    assert said == ["Loading m (98.0 MB)"]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_bars_are_for_a_terminal_that_wants_them(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    from mlxinfer.cli.progress import BarProgress, reporting
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with reporting() as report:
+        assert isinstance(report, BarProgress)
+    monkeypatch.setenv(variable, value)
+    with reporting() as report:
+        assert isinstance(report, PlainProgress)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mlxinfer import zoo
+from mlxinfer import runtime, zoo
 from mlxinfer.cli.loading import could_be_model
 from mlxinfer.cli.run import Words, tell_apart
 from mlxinfer.errors import ModelNotFoundError
@@ -216,10 +216,60 @@ def test_one_word_that_is_no_model_is_told_how_to_be_a_prompt(invoke: Invoke, mo
         raise ModelNotFoundError(f"no model {name!r}")
 
     monkeypatch.setattr("mlxinfer.cli.loading.load_model", missing)
-    result = invoke("run", "Hello", stdin="x")
-    assert result.exit_code == 3
-    assert "mlxinfer run -m MODEL Hello" in result.stderr
+    for stdin in ("x", ""):
+        result = invoke("run", "Hello", stdin=stdin)
+        assert result.exit_code == 3
+        assert "no model is called 'Hello'" in result.stderr
+        assert "If it is the prompt: mlxinfer run -m MODEL Hello\n" in result.stderr
+    assert "run -m MODEL hello world 'a b'\n" in invoke("run", "hello", "world", "a b").stderr
+    assert len(invoke("run", "hello", "a" * 1000).stderr) < 400
     assert "-m MODEL" not in invoke("run", "org/name", stdin="x").stderr
+    assert "-m MODEL" not in invoke("run", "-m", "hello", "world").stderr
+
+
+@pytest.mark.parametrize("command", [("run", "What is it?"), ("serve",)])
+def test_an_unknown_model_of_the_settings_is_named_with_where_it_is_set(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("MLXINFER_PORT", "0")
+    (tmp_path / "config.toml").write_text("model = 'no-such'")
+    result = invoke(*command)
+    assert result.exit_code == 3
+    assert f"`model` is set to 'no-such' by {tmp_path / 'config.toml'}" in result.stderr
+    monkeypatch.setenv("MLXINFER_MODEL", "nor-this")
+    assert "`model` is set to 'nor-this' by $MLXINFER_MODEL" in invoke(*command).stderr
+    monkeypatch.setenv("MLXINFER_MODEL", "no-such")
+    assert "is set to" not in invoke(command[0], "no-such", *command[1:]).stderr
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    """What `mlxinfer.load` gives; everything before and after it is real."""
+    fake = FakeLLM()
+    monkeypatch.setattr(zoo, "resolve", lambda *_, **__: None)
+    monkeypatch.setattr("mlxinfer.llm.load", lambda *_, **__: fake)
+    return fake
+
+
+def test_a_context_beyond_the_models_own_is_said(invoke: Invoke, loads: FakeLLM) -> None:
+    result = invoke("run", "smollm2-135m", "What?", "--ctx", "65")
+    assert result.exit_code == 0
+    assert "65 is beyond what smollm2-135m has; its own 64 tokens hold" in result.stderr
+    assert "beyond" not in invoke("run", "smollm2-135m", "What?", "--ctx", "64").stderr
+
+
+@pytest.mark.parametrize("why", ["turned off by MLXINFER_BLAS", "nope cannot be loaded", "none found"])
+def test_a_linux_cpu_without_a_fast_blas_is_said(
+    invoke: Invoke, loads: FakeLLM, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(runtime, "on_cpu", lambda: True)
+    monkeypatch.setattr("mlxinfer.cli.loading.sys.platform", "linux")
+    monkeypatch.setattr(runtime, "blas", lambda: (None, why))
+    stderr = invoke("run", "smollm2-135m", "What?", "--no-stats").stderr
+    assert stderr.count("\n") == 1
+    assert f"no fast BLAS ({why}); `mlxinfer doctor`" in stderr
+    monkeypatch.setattr(runtime, "blas", lambda: ("libopenblas.so.0", "loaded"))
+    assert invoke("run", "smollm2-135m", "What?", "--no-stats").stderr == ""
 
 
 # -- no model named --------------------------------------------------------------------------------------------------

@@ -150,3 +150,14 @@ def test_a_public_address_without_a_key_is_refused_before_anything_is_loaded(
 def test_urls_of_ipv6_have_brackets_and_wildcards_become_local() -> None:
     assert url("::1", 80) == url("::", 80) == "http://[::1]:80"
     assert url("0.0.0.0", 80) == "http://127.0.0.1:80"
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_called_empty(invoke: Invoke, llm: FakeLLM, server: FakeServer, name: str) -> None:
+    result = invoke("serve", name)
+    assert result.exit_code == 2
+    assert "a model's name is empty" in result.stderr
+
+
+def test_help_shows_that_a_model_may_be_left_out(invoke: Invoke) -> None:
+    assert "[MODEL]..." in invoke("serve", "--help").stdout

