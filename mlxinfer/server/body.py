@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,7 +15,7 @@ from mlxinfer.server.errors import HttpError
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from mlxinfer.server.options import ServerOptions
+    from mlxinfer.server.state import ServerState
 
 MAX_DEPTH = 64
 THREAD_BYTES = 64 << 10
@@ -24,11 +25,13 @@ MAX_DISCARD_BYTES = 256 << 20
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-async def read_json(request: Request, options: ServerOptions) -> dict[str, Any]:
-    """The JSON object a client sent. Raises HttpError 400, 408 or 413."""
+async def read_json(request: Request, state: ServerState) -> dict[str, Any]:
+    """The JSON object a client sent. Raises HttpError 400, 408, 413 or 503."""
+    options = state.options
     try:
+        # The time limit is on the client, not on what the server does with the body.
         async with asyncio.timeout(options.body_timeout_s):
-            data = await _read(request, options.max_body_bytes)
+            data = await state.inflight.unless_draining(_read(request, options.max_body_bytes))
     except TimeoutError:
         raise HttpError(
             408,
@@ -39,7 +42,7 @@ async def read_json(request: Request, options: ServerOptions) -> dict[str, Any]:
     except ClientDisconnect:
         raise HttpError(400, "the client left while it sent the body", code="disconnected") from None
     if len(data) > THREAD_BYTES:
-        return await asyncio.to_thread(parse_object, data)
+        return await state.in_pool(functools.partial(parse_object, data))
     return parse_object(data)
 
 
@@ -69,10 +72,10 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Strict JSON: UTF-8, no NaN or Infinity, nested at most MAX_DEPTH deep, an object at the top."""
+    """Strict JSON: UTF-8, no NaN or Infinity, no name twice, nested at most MAX_DEPTH deep, an object at the top."""
     try:
         text = data.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise _bad(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -104,6 +107,15 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise _bad(f"the body is nested more than {MAX_DEPTH} deep")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise _bad(f"the body has the name {twice!a:.80} twice in one object")
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -7,9 +7,10 @@ import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
 from mlxinfer.errors import EngineClosedError, MlxinferError
+from mlxinfer.server.errors import HttpError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 
     from starlette.types import Receive
 
@@ -25,6 +26,7 @@ class Inflight:
     def __init__(self) -> None:
         self.draining = False
         self._enders: set[Callable[[MlxinferError], None]] = set()
+        self._starting: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
         return len(self._enders)
@@ -37,10 +39,38 @@ class Inflight:
         finally:
             self._enders.discard(end)
 
+    async def unless_draining(self, work: Awaitable[T]) -> T:
+        """The result of `work`, what comes before a request is queued. Raises HttpError 503 when a shutdown begins."""
+        task = asyncio.ensure_future(work)
+        ended = asyncio.get_running_loop().create_future()
+        self._starting.add(ended)
+        try:
+            if not self.draining:
+                await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
+            if self.draining:
+                raise shutting_down()
+            return task.result()
+        finally:
+            self._starting.discard(ended)
+            ended.cancel()
+            await _end((task,))
+
+    def drain(self) -> None:
+        """From now on nothing is queued; what would have been gets its answer at once."""
+        self.draining = True
+        for ended in self._starting:
+            if not ended.done():
+                ended.set_result(None)
+
     def end_all(self) -> None:
         """Every open request gets an error as its last event."""
         for end in tuple(self._enders):
             end(EngineClosedError("the server is shutting down"))
+
+
+def shutting_down() -> HttpError:
+    headers = {"retry-after": "5", "connection": "close"}
+    return HttpError(503, "the server is shutting down", code="shutting_down", headers=headers)
 
 
 def submit_all(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Generation]:
@@ -120,7 +150,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _end(tasks: Sequence[asyncio.Task]) -> None:
+async def _end(tasks: Sequence[asyncio.Future]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

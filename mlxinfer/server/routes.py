@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotations)
 from starlette.responses import Response  # noqa: TC002
 
+from mlxinfer.errors import ContextLengthError
 from mlxinfer.server.answer import CHAT, TEXT, Answer, respond, seeded
 from mlxinfer.server.body import read_json
 from mlxinfer.server.errors import json_response
@@ -17,45 +19,79 @@ from mlxinfer.server.schemas import ChatRequest, CompletionRequest, parse
 from mlxinfer.server.state import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     from mlxinfer.llm import LLM
+    from mlxinfer.server.answer import Kind
+    from mlxinfer.server.schemas import SamplingFields
     from mlxinfer.server.state import ServerState
+    from mlxinfer.types import SamplingParams
 
 router = APIRouter()
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request that was checked, rendered and tokenized."""
+
+    body: SamplingFields
+    ignored: tuple[str, ...]
+    name: str
+    llm: LLM
+    params: SamplingParams
+    prompts: list[list[int]]
+
+
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    state = state_of(request)
-    state.check_open()
-    body, ignored = parse(ChatRequest, await read_json(request, state.options))
-    name, llm = state.model(body.model)
-    params, kwargs = body.sampling(), body.template_kwargs()
-    messages = [message.for_template(i) for i, message in enumerate(body.messages)]
-    ids = await asyncio.to_thread(llm.prompt_ids, messages, **kwargs)
-    state.check_open()
-    n = body.n or 1
-    answer = Answer(CHAT, name, submit_all(llm, [ids], seeded(params, n)), n, state)
-    return await respond(request, body, ignored, answer)
+    return await _complete(request, CHAT, _prepare_chat)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
+    return await _complete(request, TEXT, _prepare_text)
+
+
+async def _complete(
+    request: Request, kind: Kind, prepare: Callable[[ServerState, dict[str, Any]], _Prepared]
+) -> Response:
     state = state_of(request)
     state.check_open()
-    body, ignored = parse(CompletionRequest, await read_json(request, state.options))
+    body = await read_json(request, state)
+    made = await state.in_pool(functools.partial(prepare, state, body))
+    state.check_open()
+    n = made.body.n or 1
+    generations = submit_all(made.llm, made.prompts, seeded(made.params, n))
+    answer = Answer(kind, made.name, generations, n, state)
+    return await respond(request, made.body, made.ignored, answer)
+
+
+def _prepare_chat(state: ServerState, sent: dict[str, Any]) -> _Prepared:
+    body, ignored = parse(ChatRequest, sent)
+    name, llm = state.model(body.model)
+    params, kwargs = body.sampling(), body.template_kwargs()
+    messages = [message.for_template(i) for i, message in enumerate(body.messages)]
+    return _Prepared(body, ignored, name, llm, params, [llm.prompt_ids(messages, **kwargs)])
+
+
+def _prepare_text(state: ServerState, sent: dict[str, Any]) -> _Prepared:
+    body, ignored = parse(CompletionRequest, sent)
     name, llm = state.model(body.model)
     params, prompts = body.sampling(), body.prompts()
-    ids = await asyncio.to_thread(_encode, llm, prompts)
-    state.check_open()
-    n = body.n or 1
-    answer = Answer(TEXT, name, submit_all(llm, ids, seeded(params, n)), n, state)
-    return await respond(request, body, ignored, answer)
-
-
-def _encode(llm: LLM, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    return [llm.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    context = llm.info.context_length
+    for prompt in prompts:
+        # All of them before any is encoded: one that cannot fit costs nothing.
+        if isinstance(prompt, str):
+            llm.tokenizer.check_length(prompt, context)
+        elif len(prompt) >= context:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens and the context is {context}; shorten the prompt", param="prompt"
+            )
+    made: list[list[int]] = []
+    for prompt in prompts:
+        made.append(llm.tokenizer.encode(prompt, max_tokens=context) if isinstance(prompt, str) else prompt)
+        llm.check(made[-1], params)
+    return _Prepared(body, ignored, name, llm, params, made)
 
 
 @router.get("/v1/models")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import math
 import os
 import resource
@@ -14,11 +15,11 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server.app import create_app
 from mlxinfer.server.options import ServerOptions
+from mlxinfer.server.protocol import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from mlxinfer.llm import LLM
+    from mlxinfer.server.state import ServerState
 
 BACKLOG = 1024
 """Connections that may wait to be accepted; a burst of 200 must not be reset."""
+FLUSH_S = 0.5
+"""How long after the grace clients have to read their last event."""
 WANTED_FILES = 8192
 """Open files; macOS starts programs with a limit of 256, fewer than the connections a server should hold."""
 
@@ -59,6 +63,11 @@ def serve(
     finally:
         listener.close()
     return server.ended_by
+
+
+def _hide_departures(record: logging.LogRecord) -> bool:
+    """asyncio warns of every write to a client that left."""
+    return record.msg != "socket.send() raised exception."
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -101,14 +110,15 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             lifespan="off",
             ws="none",
-            http=_protocol(options.body_timeout_s),
+            http=protocol(options.body_timeout_s),
             timeout_keep_alive=30,
             timeout_graceful_shutdown=math.ceil(options.grace_s) + 2,
         )
         super().__init__(config)
+        logging.getLogger("asyncio").addFilter(_hide_departures)
         self.ended_by: int | None = None
         self._options = options
-        self._inflight = app.state.server.inflight
+        self._state: ServerState = app.state.server
         self._on_started = on_started
 
     @contextlib.contextmanager
@@ -136,31 +146,24 @@ class Server(uvicorn.Server):
             self._on_started(*sockets[0].getsockname()[:2])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._inflight.draining = True
-        timer = asyncio.get_running_loop().call_later(self._options.grace_s, self._inflight.end_all)
+        loop = asyncio.get_running_loop()
+        grace = self._options.grace_s
+        self._state.inflight.drain()
+        self._state.pool.shutdown(wait=False, cancel_futures=True)
+        timers = (
+            loop.call_later(grace, self._state.inflight.end_all),
+            loop.call_later(grace + FLUSH_S, self._abort_connections),
+        )
         try:
             await super().shutdown(sockets)
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
 
-
-def _protocol(timeout_s: float) -> type[H11Protocol]:
-    class Protocol(H11Protocol):
-        """Closes a connection whose first request's headers do not arrive in time."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._headers_due = self.loop.call_later(timeout_s, self._close_if_silent)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._headers_due.cancel()
-            super().connection_lost(exc)
-
-        def _close_if_silent(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
-                self.transport.close()
-
-    return Protocol
+    def _abort_connections(self) -> None:
+        """Clients that do not read their last event hold nobody up."""
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _raise_file_limit() -> None:

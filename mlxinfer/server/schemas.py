@@ -284,8 +284,11 @@ def _ascii(text: str) -> str:
 def _token_biases(biases: dict[str, float]) -> dict[int, float]:
     found: dict[int, float] = {}
     for key, value in biases.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise InvalidRequestError(f"logit_bias: {key!r:.40} is not a token id", param="logit_bias")
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
+            raise InvalidRequestError(
+                f"logit_bias: {key!r:.40} is not a token id; write it in digits without leading zeros",
+                param="logit_bias",
+            )
         found[int(key)] = value
     return found
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server.errors import HttpError
-from mlxinfer.server.inflight import Inflight
+from mlxinfer.server.inflight import Inflight, shutting_down
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from starlette.requests import Request
 
@@ -19,11 +21,21 @@ if TYPE_CHECKING:
     from mlxinfer.server.options import ServerOptions
 
 
+T = TypeVar("T")
+WORKERS = 4
+"""Threads that check, render and tokenize; what waits for one is dropped at shutdown."""
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(WORKERS, thread_name_prefix="mlxinfer-prompt")
+
+
 @dataclass(frozen=True, slots=True)
 class ServerState:
     models: Mapping[str, LLM]
     options: ServerOptions
     inflight: Inflight = field(default_factory=Inflight)
+    pool: ThreadPoolExecutor = field(default_factory=_pool)
     started: int = field(default_factory=lambda: int(time.time()))
 
     def model(self, name: str | None) -> tuple[str, LLM]:
@@ -39,7 +51,12 @@ class ServerState:
 
     def check_open(self) -> None:
         if self.inflight.draining:
-            raise HttpError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
+            raise shutting_down()
+
+    async def in_pool(self, work: Callable[[], T]) -> T:
+        """Run `work` off the event loop. Raises HttpError 503 when the server shuts down first."""
+        self.check_open()
+        return await self.inflight.unless_draining(asyncio.get_running_loop().run_in_executor(self.pool, work))
 
     def _names(self) -> str:
         return ", ".join(self.models)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
+from mlxinfer.formats.files import read_json_object, read_regular
+from mlxinfer.tokenizer import limits
 from mlxinfer.tokenizer.text import Detokenizer
 
 if TYPE_CHECKING:
@@ -39,10 +41,13 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         eos_token_ids: Sequence[int],
         add_bos_token: bool,
+        growth: int = 1,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._growth = growth
+        self._longest = max((len(t.encode(errors="replace")) for t in backend.get_vocab()), default=1)
         self._templates = dict(chat_templates)
         self._compiled: dict[str, ChatTemplate] = {}
         self._lock = threading.Lock()
@@ -64,16 +69,18 @@ class Tokenizer:
 
         Raises ModelFileError for a missing or broken file.
         """
-        config = _read_json(folder / "tokenizer_config.json") or {}
-        special = _special_tokens(_read_json(folder / "special_tokens_map.json") or {}) | _special_tokens(config)
+        config = read_json_object(folder / "tokenizer_config.json") or {}
+        special = _special_tokens(read_json_object(folder / "special_tokens_map.json") or {}) | _special_tokens(config)
         eos: list[int] = []
-        model_config = _read_json(folder / "config.json") or {}
+        model_config = read_json_object(folder / "config.json") or {}
         text_config = model_config.get("text_config")
-        for source in (_read_json(folder / "generation_config.json"), model_config, text_config):
+        for source in (read_json_object(folder / "generation_config.json"), model_config, text_config):
             if isinstance(source, dict):
                 eos += _ids(source.get("eos_token_id"))
+        backend, growth = _load_backend(folder)
         return cls(
-            _load_backend(folder),
+            backend,
+            growth=growth,
             chat_templates=_chat_templates(folder, config),
             special_tokens=special,
             eos_token_ids=eos,
@@ -93,8 +100,10 @@ class Tokenizer:
     ) -> Tokenizer:
         """From a tokenizer.json as a dict, and the rest as values. Raises ModelFileError when it is not sound."""
         special = {k: v for k, v in (("bos_token", bos_token), ("eos_token", eos_token)) if v}
+        growth = limits.check_steps(tokenizer_json, "the tokenizer")
         return cls(
             _parse_backend(json.dumps(tokenizer_json), "the tokenizer"),
+            growth=growth,
             chat_templates={"default": chat_template} if chat_template else {},
             special_tokens=special,
             eos_token_ids=eos_token_ids,
@@ -105,20 +114,27 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` framed as the model's tokenizer does it (a leading BOS, …).
 
-        Raises InvalidRequestError for text that is not valid Unicode (a lone surrogate).
+        Other threads run meanwhile. Raises InvalidRequestError for text that is not valid Unicode (a lone surrogate),
+        ContextLengthError for what `check_length` refuses.
         """
-        _check_unicode(text)
+        self.check_length(text, max_tokens)
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # The batch call lets other threads run, and without offsets it takes a quarter of the time and memory.
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
             raise _mapped(error, "the tokenizer fails to encode") from error
         if add_special_tokens and self._prepend_bos:
             assert self.bos_token_id is not None
             return [self.bos_token_id, *ids]
         return ids
+
+    def check_length(self, text: str, max_tokens: int | None) -> None:
+        """Raise ContextLengthError at once for a text that cannot be `max_tokens` tokens: one of more than 64 bytes (or
+        the longest entry of the vocabulary) for each; InvalidRequestError for a lone surrogate."""
+        limits.check_text(_utf8_length(text), max_tokens, self._longest, self._growth)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary have no text."""
@@ -145,21 +161,47 @@ class Tokenizer:
         Raises InvalidRequestError when there is no chat template, for content that is not text, and with the
         template's own message when it refuses the messages.
         """
-        template = self._template("tool_use" if tools and "tool_use" in self._templates else "default")
-        return template.render(
-            {
-                **self._special_tokens,
-                **template_kwargs,
-                "messages": [_plain_message(m, i) for i, m in enumerate(messages)],
-                "tools": list(tools) if tools else None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        return self._render(messages, None, add_generation_prompt, tools, template_kwargs)
 
-    def chat_ids(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
-        """`render_chat` and `encode` in one; the template itself writes the special tokens."""
-        return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
+    def _render(
+        self,
+        messages: Sequence[Message],
+        max_chars: int | None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        template = self._template("tool_use" if tools and "tool_use" in self._templates else "default")
+        variables = {
+            **self._special_tokens,
+            **(template_kwargs or {}),
+            "messages": [_plain_message(m, i) for i, m in enumerate(messages)],
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return template.render(variables, max_chars=max_chars)
+
+    def chat_ids(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int | None = None,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """`render_chat` and `encode` in one; the template itself writes the special tokens.
+
+        With `max_tokens`, raises ContextLengthError for messages or rendered text that cannot fit it, before the work.
+        """
+        max_chars = None
+        if max_tokens is not None:
+            max_chars = limits.max_text_bytes(max_tokens, self._longest)
+            limits.check_text(_content_chars(messages), max_tokens, self._longest, 1)
+        text = self._render(messages, max_chars, add_generation_prompt, tools, template_kwargs)
+        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
     def detokenizer(self) -> Detokenizer:
         """A new incremental decoder for one reply; it skips special tokens."""
@@ -214,21 +256,44 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
     return {**message, "content": "\n".join(texts)}
 
 
-def _check_unicode(text: str) -> None:
+def _content_chars(messages: Sequence[Message]) -> int:
+    total = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            total += len(content)
+        elif isinstance(content, list | tuple):
+            texts = (part.get("text") for part in content if isinstance(part, Mapping))
+            total += sum(len(text) for text in texts if isinstance(text, str))
+    return total
+
+
+def _utf8_length(text: str) -> int:
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
             f"the text is not valid Unicode: character {error.start} is the lone surrogate {text[error.start]!r}"
         ) from None
 
 
-def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+def _load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, int]:
+    """The tokenizer, and how much its steps may multiply a text."""
     path = folder / "tokenizer.json"
-    if path.is_file():
-        return _parse_backend(_read_text(path), str(path))
-    if any(next(folder.glob(pattern), None) for pattern in OTHER_FORMATS):
-        return _backend_from_transformers(folder)
+    if (text := _read_text(path)) is not None:
+        try:
+            parsed = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ModelFileError(f"{path} is not JSON: {error}") from error
+        if not isinstance(parsed, dict):
+            raise ModelFileError(f"{path} must hold a JSON object, not {type(parsed).__name__}")
+        growth = limits.check_steps(parsed, str(path))
+        del parsed
+        return _parse_backend(text, str(path)), growth
+    if found := [path for pattern in OTHER_FORMATS for path in folder.glob(pattern)]:
+        if odd := next((path for path in found if not path.is_file()), None):
+            raise ModelFileError(f"{odd} is no regular file")
+        return _backend_from_transformers(folder), 1
     names = ", ".join(("tokenizer.json", *OTHER_FORMATS))
     raise ModelFileError(f"{folder} has no tokenizer: looked for {names}")
 
@@ -270,10 +335,10 @@ def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Named templates; a file of its own wins over tokenizer_config.json."""
     value: Any = config.get("chat_template")
-    if (path := folder / "chat_template.jinja").is_file():
-        value = _read_text(path)
-    elif (path := folder / "chat_template.json").is_file():
-        value = (_read_json(path) or {}).get("chat_template")
+    if (text := _read_text(folder / "chat_template.jinja")) is not None:
+        value = text
+    elif (parsed := read_json_object(folder / "chat_template.json")) is not None:
+        value = parsed.get("chat_template")
     if isinstance(value, str):
         return {"default": value}
     templates: dict[str, str] = {}
@@ -304,23 +369,9 @@ def _ids(value: Any) -> list[int]:
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path) -> str | None:
+    data = read_regular(path, MAX_JSON_BYTES)
     try:
-        if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise ModelFileError(f"{path} has {size:,} bytes; at most {MAX_JSON_BYTES:,}")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return None if data is None else data.decode()
+    except UnicodeDecodeError as error:
         raise ModelFileError(f"{path} cannot be read: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`; None when there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value

@@ -86,7 +86,7 @@ class FakeLLM:
             pytest.fail("a chat template was rendered on the event loop")
         self.rendered.append(messages)
         self.kwargs = kwargs
-        return self.tokenizer.chat_ids(messages, **kwargs)
+        return self.tokenizer.chat_ids(messages, CONTEXT, **kwargs)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> FakeGeneration:
         if not self.alive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,8 @@ BAD_SAMPLING = [
     ("logit_bias", {"2147483647": 1}),
     ("logit_bias", {"99999999999": 1}),
     ("logit_bias", {"x": 1}),
+    ("logit_bias", {"5": 1, "05": 2}),
+    ("logit_bias", {"05": 1}),
     ("logit_bias", {"-1": 1}),
     ("logit_bias", {"1": "2"}),
     ("logit_bias", [1]),
@@ -314,3 +317,19 @@ def test_our_own_bug_is_a_500_that_shows_nothing_of_the_inside(client: TestClien
 
 def test_harmless_and_refused_fields_do_not_overlap_with_what_is_honoured() -> None:
     assert not HARMLESS & set(OFF)
+
+
+@pytest.mark.parametrize("biases", ['{"5": 1, "5": 2}', '{"5": 1, "\\u0035": 2}'])
+def test_a_name_that_comes_twice_is_refused(client: TestClient, llm: FakeLLM, biases: str) -> None:
+    error = refused(client, llm, TEXT, '{"prompt": "a", "logit_bias": ' + biases + "}")
+    assert "'5' twice" in error["message"]
+
+
+@pytest.mark.parametrize(("url", "body"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "hello"})])
+def test_tokens_beyond_the_models_vocabulary_are_a_400(
+    client: TestClient, llm: FakeLLM, url: str, body: dict[str, Any]
+) -> None:
+    llm.info = dataclasses.replace(llm.info, vocab_size=3)
+    answer = client.post(url, json=body)
+    assert answer.status_code == 400
+    assert "vocabulary" in answer.json()["error"]["message"]

@@ -161,6 +161,79 @@ def test_streams_of_many_clients_do_not_mix(address: Address, llm: FakeLLM) -> N
         assert text == alone["choices"][0]["message"]["content"]
 
 
+DRIPPED = {
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\nX: ": b"HTTP/1.1 200",
+    b"POST /v1/nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n": b"HTTP/1.1 404",
+    b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nContent-Length: 99999\r\n\r\n": b"HTTP/1.1 421",
+}
+
+
+def test_clients_that_drip_bytes_after_an_answer_are_closed(address: Address) -> None:
+    dripping = [socket.create_connection(address, 10) for _ in DRIPPED]
+    for connection, (first, answer) in zip(dripping, DRIPPED.items(), strict=True):
+        connection.sendall(first)
+        assert connection.recv(65536).startswith(answer)
+        connection.settimeout(0.05)
+    end = time.monotonic() + 9  # the limit is 5 s
+    while dripping and time.monotonic() < end:
+        for connection in tuple(dripping):
+            try:
+                connection.sendall(b"a")
+                closed = connection.recv(65536) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                closed = True
+            if closed:
+                dripping.remove(connection)
+                connection.close()
+        time.sleep(0.05)
+    assert not dripping
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n{}", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"\xff\xfe\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70_000, 431),
+    ],
+)
+def test_broken_http_gets_the_error_shape_of_every_other_failure(address: Address, data: bytes, status: int) -> None:
+    head, _, body = exchange(address, data).partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status}".encode())
+    assert b"application/json" in head
+    assert json.loads(body)["error"]["code"] in ("invalid_http", "wrong_host")
+
+
+def test_a_large_prompt_is_refused_at_once_and_holds_nobody_up(address: Address) -> None:
+    big = request({"messages": [{"role": "user", "content": "a" * 9_000_000}]})
+    replies: list[bytes] = []
+    threads = [threading.Thread(target=lambda: replies.append(exchange(address, big, 60))) for _ in range(8)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    good(address)
+    assert time.perf_counter() - start < 5
+    for thread in threads:
+        thread.join()
+    assert time.perf_counter() - start < 20
+    assert all(b"context_length_exceeded" in reply for reply in replies)
+
+
+def test_many_prompts_of_which_the_last_cannot_fit_are_refused_before_any_is_encoded(
+    address: Address, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = llm.tokenizer.encode
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text, **kw: (encoded.append(text), encode(text, **kw))[1])
+    reply = exchange(address, request({"prompt": ["a", "b", "c" * 1_000_000]}, path="/v1/completions"))
+    assert b"context_length_exceeded" in reply
+    assert encoded == []
+
+
 SERVE = """
 import sys
 from mlxinfer.server.run import serve
@@ -173,7 +246,8 @@ print("drained", flush=True)
 
 
 def start(code: str) -> tuple[subprocess.Popen, Address]:
-    process = subprocess.Popen([sys.executable, "-W", "error::RuntimeWarning", "-c", code], stdout=-1, text=True)
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
+    process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
     assert process.stdout is not None
     return process, ("127.0.0.1", int(process.stdout.readline()))
 
@@ -213,3 +287,43 @@ def test_sigterm_with_an_idle_and_a_stalled_connection_exits_with_0() -> None:
         process.terminate()
         process.communicate(timeout=30)
     assert process.returncode == 0
+
+
+def test_sigterm_while_a_body_is_sent_and_another_client_does_not_read_ends_in_time_and_quietly() -> None:
+    process, address = start(SERVE.format(endless=True, grace=0.5).replace("0.02", "0.0005"))
+    blocked = socket.socket()
+    blocked.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    with socket.create_connection(address, 20) as sending, blocked:
+        blocked.settimeout(20)
+        blocked.connect(address)
+        blocked.sendall(request(BODY | {"stream": True, "max_tokens": 4000, "n": 8}))
+        sending.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
+        time.sleep(1.5)
+        begin = time.perf_counter()
+        process.terminate()
+        reply = read_all(sending)
+        assert time.perf_counter() - begin < 1
+        _, errors = process.communicate(timeout=30)
+        assert time.perf_counter() - begin < 4
+    assert reply.startswith(b"HTTP/1.1 503")
+    assert json.loads(reply.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "shutting_down"
+    assert process.returncode == 0
+    assert errors == ""
+
+
+def test_clients_that_leave_and_upgrades_nobody_offers_leave_no_trace_in_the_log() -> None:
+    process, address = start(SERVE.format(endless=True, grace=0.3).replace("0.02", "0.0005"))
+    for _ in range(5):
+        connection = socket.create_connection(address, 20)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        connection.sendall(request(BODY | {"stream": True, "max_tokens": 4000, "n": 8}))
+        assert connection.recv(10)
+        connection.close()
+    upgrade = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n\r\n"
+    with socket.create_connection(address, 20) as connection:
+        connection.sendall(upgrade)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    time.sleep(0.3)
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert errors == ""

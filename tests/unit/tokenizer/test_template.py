@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mlxinfer.errors import InvalidRequestError, ModelFileError
+from mlxinfer.errors import ContextLengthError, InvalidRequestError, ModelFileError
 from mlxinfer.tokenizer.template import MAX_TEMPLATE_CHARS, ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hi <b>"}]
@@ -129,3 +129,48 @@ def test_messages_the_template_cannot_take_are_an_invalid_request() -> None:
         render("{{ messages[0]['nope'].strip() }}")
     with pytest.raises(InvalidRequestError, match="TypeError"):
         render("{{ 'a' + 1 }}")
+
+
+NESTED = "{% set ns = namespace(l=[], t=()) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        NESTED + "{{ ns.l }}",
+        NESTED + "{{ ns.l|tojson }}",
+        NESTED + "{{ ns.l|string }}",
+        NESTED + "{{ ns.l == ns.l[:] }}",
+        NESTED + "{{ [] in ns.l }}",
+        NESTED + "{{ ns.l|sort }}",
+        NESTED.replace("[ns.l, ns.l]", "(ns.l, ns.l)") + "{{ {ns.l: 1} }}",
+        NESTED.replace("[ns.l, ns.l]", "ns.l + [ns.l]") + "{{ ns.l }}",
+        NESTED.replace("[ns.l, ns.l]", "dict(a=ns.l, b=ns.l)") + "{{ ns.l }}",
+        NESTED.replace("[ns.l, ns.l]", "{'a': ns.l, 'b': ns.l}") + "{{ ns.l }}",
+        NESTED.replace("[ns.l, ns.l]", "[ns.l, ns.l]|batch(2)|list") + "{{ ns.l }}",
+        "{% set ns = namespace(t=()) %}{% for i in range(99999) %}{% set ns.t = (ns.t,) %}{% endfor %}{{ {ns.t: 1} }}",
+        "{{ ([[1] * 100000] * 3000)|tojson }}",
+        "{{ ([[1] * 1000] * 900)|sum(start=[]) }}",
+        "{{ ('x' * 10000000).translate({120: 'y' * 1000}) }}",
+        "{{ 'x'.maketrans('a', 'b') }}",
+        "{{ 'x' * 30000000 }}",
+        "{{ ('{0}' * 10000).format('x' * 10000000) }}",
+        "{{ ('%(a)s' * 10000) % {'a': 'x' * 10000000} }}",
+        "{{ ('x\n' * 5000000)|indent(1000) }}",
+        "{% set s = 'x' * 16000000 %}{% set b %}" + "{{ s }}" * 1000 + "{% endset %}",
+        "{% set b %}{% for i in range(90000) %}" + "x" * 100_000 + "{% endfor %}{% endset %}",
+        "{% set s = range(99999)|list %}{{ s|select('in', s|reverse|list)|list|length }}",
+        "{{ ('x' * 10000000).join(range(100000)|map('string')) }}",
+    ],
+)
+def test_shared_references_and_many_copies_are_stopped_within_the_time_limit(source: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(InvalidRequestError):
+        render(source)
+    assert time.perf_counter() - start < 8  # the limit is 3 s
+
+
+def test_text_longer_than_the_caller_can_use_is_a_context_length_error() -> None:
+    with pytest.raises(ContextLengthError):
+        ChatTemplate("{{ 'x' * 1000 }}").render({}, max_chars=999)
+    assert len(ChatTemplate("{{ 'x' * 1000 }}").render({}, max_chars=1000)) == 1000
