@@ -157,21 +157,37 @@ class LLM:
     # -- whole replies ---------------------------------------------------------------------------------------------
 
     def chat(
-        self, messages: Prompt, *, system: str | None = None, params: SamplingParams | None = None, **sampling: Any
+        self,
+        messages: Prompt,
+        *,
+        system: str | None = None,
+        template: Mapping[str, Any] | None = None,
+        params: SamplingParams | None = None,
+        **sampling: Any,
     ) -> Reply:
-        """The assistant's reply. `sampling` are fields of SamplingParams, for example `temperature=0`."""
-        return self.submit(self.prompt_ids(messages, system=system), sampling_params(params, sampling)).result()
+        """The assistant's reply. `sampling` are fields of SamplingParams, for example `temperature=0`.
+
+        `template` goes to the chat template, for example `{"enable_thinking": False}` or `{"tools": […]}`.
+        """
+        chosen = sampling_params(params, sampling)
+        return self.submit(self.prompt_ids(messages, system=system, **(template or {})), chosen).result()
 
     def generate(self, prompt: str | Sequence[int], *, params: SamplingParams | None = None, **sampling: Any) -> Reply:
         """Continue a text or token ids as they are, without a chat template."""
         return self.submit(self._raw_ids(prompt), sampling_params(params, sampling)).result()
 
     async def achat(
-        self, messages: Prompt, *, system: str | None = None, params: SamplingParams | None = None, **sampling: Any
+        self,
+        messages: Prompt,
+        *,
+        system: str | None = None,
+        template: Mapping[str, Any] | None = None,
+        params: SamplingParams | None = None,
+        **sampling: Any,
     ) -> Reply:
         """`chat` for an event loop."""
         chosen = sampling_params(params, sampling)
-        ids = await asyncio.to_thread(self.prompt_ids, messages, system=system)
+        ids = await asyncio.to_thread(self.prompt_ids, messages, system=system, **(template or {}))
         return await self.submit(ids, chosen).aresult()
 
     async def agenerate(
@@ -188,6 +204,7 @@ class LLM:
         *,
         raw: bool = False,
         system: str | None = None,
+        template: Mapping[str, Any] | None = None,
         params: SamplingParams | None = None,
         **sampling: Any,
     ) -> list[Reply]:
@@ -198,7 +215,7 @@ class LLM:
         if isinstance(prompts, str | Mapping):
             raise InvalidRequestError("batch takes a list of prompts; for one prompt there is chat", param="prompts")
         chosen = sampling_params(params, sampling)
-        ids = [self._ids(prompt, raw, system) for prompt in prompts]
+        ids = [self._ids(prompt, raw, system, template) for prompt in prompts]
         for one in ids:
             self.check(one, chosen)
         replies: list[Reply] = []
@@ -239,12 +256,13 @@ class LLM:
         *,
         raw: bool = False,
         system: str | None = None,
+        template: Mapping[str, Any] | None = None,
         params: SamplingParams | None = None,
         **sampling: Any,
     ) -> Stream:
         """The reply piece by piece. `raw` continues a text without a chat template. See Stream."""
         chosen = sampling_params(params, sampling)
-        return Stream(self.submit(self._ids(messages, raw, system), chosen))
+        return Stream(self.submit(self._ids(messages, raw, system, template), chosen))
 
     async def astream(
         self,
@@ -252,12 +270,13 @@ class LLM:
         *,
         raw: bool = False,
         system: str | None = None,
+        template: Mapping[str, Any] | None = None,
         params: SamplingParams | None = None,
         **sampling: Any,
     ) -> AsyncIterator[str]:
         """`stream` for an event loop; leaving the loop early cancels the request."""
         chosen = sampling_params(params, sampling)
-        generation = self.submit(await asyncio.to_thread(self._ids, messages, raw, system), chosen)
+        generation = self.submit(await asyncio.to_thread(self._ids, messages, raw, system, template), chosen)
         try:
             async for delta in generation:
                 if delta.text:
@@ -265,11 +284,12 @@ class LLM:
         finally:
             generation.cancel()
 
-    def _ids(self, prompt: Any, raw: bool, system: str | None) -> list[int]:
+    def _ids(self, prompt: Any, raw: bool, system: str | None, template: Mapping[str, Any] | None) -> list[int]:
         if not raw:
-            return self.prompt_ids(prompt, system=system)
-        if system is not None:
-            raise InvalidRequestError("system needs a chat template; it can't go with raw", param="system")
+            return self.prompt_ids(prompt, system=system, **(template or {}))
+        for name, value in (("system", system), ("template", template)):
+            if value is not None:
+                raise InvalidRequestError(f"{name} needs a chat template; it can't go with raw", param=name)
         return self._raw_ids(prompt)
 
     # -- life ------------------------------------------------------------------------------------------------------

@@ -205,7 +205,9 @@ def context_length(config: Mapping[str, Any]) -> int:
     for part in (config, config.get("text_config") or {}):
         for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "model_max_length"):
             value = part.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
                 return value
     return 4096
 

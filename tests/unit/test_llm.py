@@ -452,6 +452,25 @@ def test_a_wrong_call_is_a_clear_error_and_a_running_stream_goes_on(llm, call):
     assert stream.reply == expected
 
 
+def test_values_for_the_chat_template_reach_it(tmp_path):
+    folder = tiny.write_folder(tmp_path / "m")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% if loud %}LOUD {% endif %}" + tiny.CHATML
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with mlxinfer.load(folder) as llm:
+        quiet, loud = llm.prompt_ids("hello"), llm.prompt_ids("hello", loud=True)
+        assert loud == llm.tokenizer.encode("LOUD ", add_special_tokens=False) + quiet
+        options = {"template": {"loud": True}, "temperature": 0, "max_tokens": 3}
+        assert llm.chat("hello", **options).usage.prompt_tokens == len(loud)
+        assert asyncio.run(llm.achat("hello", **options)).usage.prompt_tokens == len(loud)
+        assert llm.batch(["hello"], **options)[0].usage.prompt_tokens == len(loud)
+        stream = llm.stream("hello", **options)
+        list(stream)
+        assert stream.reply.usage.prompt_tokens == len(loud)
+        with pytest.raises(InvalidRequestError, match="template"):
+            llm.stream("hello", raw=True, template={"loud": True})
+
+
 def test_batches_can_be_raw_or_awaited(llm):
     raw = llm.batch(["the quick", [5, 6, 7]], raw=True, **GREEDY)
     assert raw == [llm.generate("the quick", **GREEDY), llm.generate([5, 6, 7], **GREEDY)]

@@ -164,4 +164,6 @@ def test_generation_config_gives_defaults_and_malformed_values_are_left_out(gene
 def test_the_context_is_what_the_config_states_and_a_number_that_is_none_is_not_taken():
     assert loading.context_length({"max_position_embeddings": 77}) == 77
     assert loading.context_length({"text_config": {"max_position_embeddings": 88}}) == 88
-    assert loading.context_length({"n_positions": True}) == 4096
+    assert loading.context_length({"max_position_embeddings": 2048.0}) == 2048
+    for nonsense in (True, 10**30, -1, 0, "2048", float("inf")):
+        assert loading.context_length({"n_positions": nonsense}) == 4096
