@@ -40,7 +40,8 @@ def decode(name: str, pairs: int, tokens: int) -> dict[str, object]:
     def run_ours() -> tuple[float, list[int]]:
         generated: list[int] = []
         start = last = 0.0
-        params = mlxinfer.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        # Plain greedy, whatever the model's own defaults are.
+        params = mlxinfer.SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=tokens, ignore_eos=True)
         for delta in ours.submit(ids, params):
             last = time.perf_counter()
             start = start or last
@@ -75,6 +76,7 @@ def decode(name: str, pairs: int, tokens: int) -> dict[str, object]:
         "ratio_median": round(statistics.median(ratios), 4),
         "ratio_min": round(min(ratios), 4),
         "ratio_max": round(max(ratios), 4),
+        "ratios": [round(r, 3) for r in ratios],
         "ours_tok_s": round(statistics.median(r[0] for r in rates), 2),
         "mlx_lm_tok_s": round(statistics.median(r[1] for r in rates), 2),
     }
