@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import operator
 import os
 import secrets
 import threading
@@ -16,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 from mlxinfer.config import Settings, load_settings, override
 from mlxinfer.engine.engine import Engine, Request
 from mlxinfer.engine.generation import Generation, Stream
+from mlxinfer.engine.inputs import Prompt, checked_ids, checked_messages, sampling_params
 from mlxinfer.engine.runner import RowSpec
 from mlxinfer.engine.sampling import RowSampling
 from mlxinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
-from mlxinfer.types import Message, ModelInfo, Progress, ProgressEvent, Reply, SamplingParams
+from mlxinfer.types import ModelInfo, Progress, ProgressEvent, Reply, SamplingParams
 
 if TYPE_CHECKING:
     from mlxinfer.tokenizer import Tokenizer
-
-Prompt = str | Sequence[Message]
 
 
 def load(
@@ -318,52 +316,6 @@ def _return_memory() -> None:
     gc.collect()
     mx.synchronize()
     mx.clear_cache()
-
-
-def checked_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """Token ids as plain ints, numpy's included. Raises InvalidRequestError for anything else."""
-    try:
-        ids = tuple(operator.index(t) for t in prompt_ids)
-    except TypeError as error:
-        raise InvalidRequestError(f"the prompt must be a list of integers: {error}", param="prompt") from error
-    if any(isinstance(t, bool) for t in prompt_ids):
-        raise InvalidRequestError("the prompt holds a bool; token ids are integers", param="prompt")
-    return ids
-
-
-def checked_messages(messages: Prompt) -> list[Message]:
-    """Messages as a list; a string is one user message. Raises InvalidRequestError that names what is wrong."""
-    if isinstance(messages, str):
-        return [{"role": "user", "content": messages}]
-    if isinstance(messages, Mapping | bytes) or not isinstance(messages, Iterable):
-        raise InvalidRequestError("messages must be a string or a list of messages", param="messages")
-    chat = list(messages)
-    if not chat:
-        raise InvalidRequestError("messages is empty; at least one message is needed", param="messages")
-    for index, message in enumerate(chat):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(f"{where} is {message!r:.80}; a message has a role and content", param=where)
-        if not isinstance(role := message.get("role"), str) or not role:
-            raise InvalidRequestError(f"{where}.role is {role!r:.80}; a string is needed", param=f"{where}.role")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise InvalidRequestError(f"{where} has no content", param=f"{where}.content")
-    return chat
-
-
-def sampling_params(params: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:
-    """`params` with keyword changes; a single `stop` string is taken too. An unknown keyword is an error."""
-    known = SamplingParams.__dataclass_fields__
-    if unknown := [name for name in changes if name not in known]:
-        raise InvalidRequestError(
-            f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(known)}", param=unknown[0]
-        )
-    stop = changes.get("stop", ())
-    if isinstance(stop, str):
-        changes = changes | {"stop": (stop,)}
-    elif stop is None or isinstance(stop, list | tuple):
-        changes = changes | {"stop": tuple(stop or ())}
-    return dataclasses.replace(params or SamplingParams(), **changes)
 
 
 __all__ = ["LLM", "Generation", "Stream", "load", "sampling_params"]

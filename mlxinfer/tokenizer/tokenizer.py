@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlxinfer.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
-from mlxinfer.formats.files import read_json_object, read_regular
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.formats.files import read_json_object
 from mlxinfer.tokenizer import limits
+from mlxinfer.tokenizer.files import chat_templates, load_backend, mapped, parse_backend, special_tokens, token_ids
 from mlxinfer.tokenizer.text import Detokenizer
 
 if TYPE_CHECKING:
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
     from mlxinfer.tokenizer.template import ChatTemplate
     from mlxinfer.types import Message
-
-MAX_JSON_BYTES = 256 << 20
-OTHER_FORMATS = ("tokenizer.model", "*.tiktoken", "tekken.json", "spiece.model", "vocab.json")
-"""Files that only transformers can turn into a tokenizer."""
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Tokenizer:
@@ -70,18 +65,18 @@ class Tokenizer:
         Raises ModelFileError for a missing or broken file.
         """
         config = read_json_object(folder / "tokenizer_config.json") or {}
-        special = _special_tokens(read_json_object(folder / "special_tokens_map.json") or {}) | _special_tokens(config)
+        special = special_tokens(read_json_object(folder / "special_tokens_map.json") or {}) | special_tokens(config)
         eos: list[int] = []
         model_config = read_json_object(folder / "config.json") or {}
         text_config = model_config.get("text_config")
         for source in (read_json_object(folder / "generation_config.json"), model_config, text_config):
             if isinstance(source, dict):
-                eos += _ids(source.get("eos_token_id"))
-        backend, growth = _load_backend(folder)
+                eos += token_ids(source.get("eos_token_id"))
+        backend, growth = load_backend(folder)
         return cls(
             backend,
             growth=growth,
-            chat_templates=_chat_templates(folder, config),
+            chat_templates=chat_templates(folder, config),
             special_tokens=special,
             eos_token_ids=eos,
             add_bos_token=config.get("add_bos_token") is True,
@@ -102,7 +97,7 @@ class Tokenizer:
         special = {k: v for k, v in (("bos_token", bos_token), ("eos_token", eos_token)) if v}
         growth = limits.check_steps(tokenizer_json, "the tokenizer")
         return cls(
-            _parse_backend(json.dumps(tokenizer_json), "the tokenizer"),
+            parse_backend(json.dumps(tokenizer_json), "the tokenizer"),
             growth=growth,
             chat_templates={"default": chat_template} if chat_template else {},
             special_tokens=special,
@@ -125,7 +120,7 @@ class Tokenizer:
             # The batch call lets other threads run, and without offsets it takes a quarter of the time and memory.
             ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
-            raise _mapped(error, "the tokenizer fails to encode") from error
+            raise mapped(error, "the tokenizer fails to encode") from error
         if add_special_tokens and self._prepend_bos:
             assert self.bos_token_id is not None
             return [self.bos_token_id, *ids]
@@ -141,7 +136,7 @@ class Tokenizer:
         try:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except BaseException as error:
-            raise _mapped(error, "the tokenizer fails to decode") from error
+            raise mapped(error, "the tokenizer fails to decode") from error
 
     def token_text(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token; None beyond the vocabulary."""
@@ -275,103 +270,3 @@ def _utf8_length(text: str) -> int:
         raise InvalidRequestError(
             f"the text is not valid Unicode: character {error.start} is the lone surrogate {text[error.start]!r}"
         ) from None
-
-
-def _load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, int]:
-    """The tokenizer, and how much its steps may multiply a text."""
-    path = folder / "tokenizer.json"
-    if (text := _read_text(path)) is not None:
-        try:
-            parsed = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ModelFileError(f"{path} is not JSON: {error}") from error
-        if not isinstance(parsed, dict):
-            raise ModelFileError(f"{path} must hold a JSON object, not {type(parsed).__name__}")
-        growth = limits.check_steps(parsed, str(path))
-        del parsed
-        return _parse_backend(text, str(path)), growth
-    if found := [path for pattern in OTHER_FORMATS for path in folder.glob(pattern)]:
-        if odd := next((path for path in found if not path.is_file()), None):
-            raise ModelFileError(f"{odd} is no regular file")
-        return _backend_from_transformers(folder), 1
-    names = ", ".join(("tokenizer.json", *OTHER_FORMATS))
-    raise ModelFileError(f"{folder} has no tokenizer: looked for {names}")
-
-
-def _parse_backend(text: str, where: str) -> tokenizers.Tokenizer:
-    import tokenizers
-
-    try:
-        return tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:
-        raise _mapped(error, f"{where} is not a sound tokenizer") from error
-
-
-def _mapped(error: BaseException, what: str) -> BaseException:
-    """The Rust side raises Exception itself, and for its own panics a BaseException that no module exports."""
-    if isinstance(error, TypeError | OverflowError):  # the caller's: ids that are no ids
-        return error
-    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-        return ModelFileError(f"{what}: {error}")
-    return error
-
-
-def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
-    """Convert a SentencePiece or tiktoken file; slow to import, so only for folders without a tokenizer.json."""
-    import transformers
-
-    try:
-        loaded = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ModelFileError(f"{folder}: transformers cannot read this tokenizer: {error}") from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if backend is None:
-        raise UnsupportedModelError(
-            f"{folder}: {type(loaded).__name__} has no fast form; convert it to a tokenizer.json first"
-        )
-    return backend
-
-
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Named templates; a file of its own wins over tokenizer_config.json."""
-    value: Any = config.get("chat_template")
-    if (text := _read_text(folder / "chat_template.jinja")) is not None:
-        value = text
-    elif (parsed := read_json_object(folder / "chat_template.json")) is not None:
-        value = parsed.get("chat_template")
-    if isinstance(value, str):
-        return {"default": value}
-    templates: dict[str, str] = {}
-    if isinstance(value, dict):
-        templates = {k: v for k, v in value.items() if isinstance(v, str)}
-    elif isinstance(value, list):
-        for entry in value:
-            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
-                templates[str(entry.get("name"))] = entry["template"]
-    if templates and "default" not in templates:
-        templates["default"] = next(iter(templates.values()))
-    return templates
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """{"bos_token": "<s>", …}; each value is a string or an object with "content"."""
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        if key.endswith("_token") and _NAME.fullmatch(key):
-            content = value.get("content") if isinstance(value, dict) else value
-            if isinstance(content, str):
-                found[key] = content
-    return found
-
-
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
-
-
-def _read_text(path: Path) -> str | None:
-    data = read_regular(path, MAX_JSON_BYTES)
-    try:
-        return None if data is None else data.decode()
-    except UnicodeDecodeError as error:
-        raise ModelFileError(f"{path} cannot be read: {error}") from error
