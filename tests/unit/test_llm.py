@@ -12,8 +12,7 @@ import mlx.core as mx
 import pytest
 
 import mlxinfer
-from mlxinfer import ContextLengthError, EngineClosedError, InvalidRequestError, ModelFileError, UnsupportedModelError
-from mlxinfer.llm import LLM
+from mlxinfer import ContextLengthError, EngineClosedError, InvalidRequestError
 from tests import tiny
 
 
@@ -475,49 +474,3 @@ def test_batches_can_be_raw_or_awaited(llm):
     raw = llm.batch(["the quick", [5, 6, 7]], raw=True, **GREEDY)
     assert raw == [llm.generate("the quick", **GREEDY), llm.generate([5, 6, 7], **GREEDY)]
     assert asyncio.run(llm.abatch(["hello"], **GREEDY)) == [llm.chat("hello", **GREEDY)]
-
-
-def break_config(folder):
-    (folder / "config.json").write_text("{ not json")
-
-
-def remove_config(folder):
-    (folder / "config.json").unlink()
-
-
-def unknown_architecture(folder):
-    (folder / "config.json").write_text(json.dumps(tiny.config(model_type="no_such_model")))
-
-
-def truncate_weights(folder):
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-
-
-def remove_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-
-
-def remove_weights(folder):
-    (folder / "model.safetensors").unlink()
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "named"),
-    [
-        (break_config, ModelFileError, "config.json"),
-        (remove_config, mlxinfer.MlxinferError, "config.json"),
-        (unknown_architecture, UnsupportedModelError, "no_such_model"),
-        (truncate_weights, ModelFileError, "model.safetensors"),
-        (remove_tokenizer, ModelFileError, "tokenizer"),
-        (remove_weights, mlxinfer.MlxinferError, "safetensors"),
-    ],
-)
-def test_a_damaged_folder_is_a_clear_error_and_the_next_load_works(tmp_path, folder, damage, error, named):
-    broken = tiny.write_folder(tmp_path / "broken")
-    damage(broken)
-    with pytest.raises(error, match=named):
-        mlxinfer.load(str(broken))
-    with mlxinfer.load(str(folder)) as llm:
-        assert isinstance(llm, LLM)
-        assert llm.generate("a", **GREEDY)

@@ -103,17 +103,21 @@ def test_a_short_prompt_overtakes_a_long_one_that_is_being_prefilled():
     assert [r.request_id for r in step.decode] == ["short"], "it decodes in the step that ends its prefill"
 
 
+def steps_until_done(state: SchedulerState, name: str, *, short: int, priority: int = 0) -> int:
+    """Steps until `name` is done while a new prompt of `short` tokens arrives in each; 3000 when it never is."""
+    for i in range(3000):
+        state.add(Tracked(f"s{i}", short, 1, frozenset(), priority=priority))
+        for row in schedule(state).decode:
+            state.end(row.request_id, "length")
+        if name not in state.requests:
+            return i
+    return 3000
+
+
 def test_a_long_prompt_is_not_starved_by_a_stream_of_short_ones():
     state = SchedulerState(max_num_seqs=64, prefill_chunk=16)
     state.add(Tracked("long", 200, 1, frozenset()))
-    for i in range(2000):
-        state.add(Tracked(f"s{i}", 12, 1, frozenset()))
-        step = schedule(state)
-        for row in step.decode:
-            state.end(row.request_id, "length")
-        if "long" not in state.requests:
-            return
-    raise AssertionError("the long prompt never finished")
+    assert steps_until_done(state, "long", short=12) < 2000
 
 
 def test_a_higher_priority_goes_first():
@@ -137,31 +141,16 @@ def test_chunks_are_smaller_while_rows_decode():
 
 
 def test_what_a_long_prompt_earned_by_waiting_is_kept_when_it_gets_a_turn():
-    # A stream of one 100-token prompt per step: 63 chunks of work took 3,066 steps when waiting was forgotten.
+    # 63 chunks of work took 3,066 steps when waiting was forgotten at each turn.
     state = SchedulerState(max_num_seqs=64, prefill_chunk=128)
     state.add(Tracked("long", 8000, 1, frozenset()))
-    for i in range(1000):
-        state.add(Tracked(f"s{i}", 100, 1, frozenset()))
-        step = schedule(state)
-        for row in step.decode:
-            state.end(row.request_id, "length")
-        if "long" not in state.requests:
-            return
-    raise AssertionError("the long prompt did not finish within 1000 steps")
+    assert steps_until_done(state, "long", short=100) < 1000
 
 
 def test_a_low_priority_is_late_but_not_starved_by_a_stream_of_higher_ones():
     state = SchedulerState(max_num_seqs=64, prefill_chunk=16)
     state.add(Tracked("low", 10, 1, frozenset(), priority=0))
-    for i in range(2000):
-        state.add(Tracked(f"h{i}", 10, 1, frozenset(), priority=1))
-        step = schedule(state)
-        for row in step.decode:
-            state.end(row.request_id, "length")
-        if "low" not in state.requests:
-            assert i > 50, "the higher priority goes first for a while"
-            return
-    raise AssertionError("the low priority never ran")
+    assert 50 < steps_until_done(state, "low", short=10, priority=1) < 2000
 
 
 def test_one_token_prompts_decode_at_once_and_take_nobodys_turn():
