@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlxinfer.engine.scheduler import SchedulerState, Tracked, schedule
@@ -158,7 +158,7 @@ class Engine:
         opened = self._open.pop(request_id, None)
         if opened is None:
             return
-        started = self.state.requests[request_id].request_id in self.state.started
+        started = request_id in self.state.started
         self.state.end(request_id, reason)
         if not started:
             self.runner.forget(request_id)
@@ -180,8 +180,8 @@ class Engine:
     def _fail_all(self, error: MlxinferError) -> None:
         self._pending = None
         opened, self._open = list(self._open.values()), {}
-        fresh = SchedulerState(max_num_seqs=self.state.max_num_seqs, prefill_chunk=self.state.prefill_chunk)
-        self.state = replace(fresh, step_number=self.state.step_number)
+        old = self.state
+        self.state = SchedulerState(old.max_num_seqs, old.prefill_chunk, step_number=old.step_number)
         self.runner.drop_all()
         for one in opened:
             self._finish(one, error=error)
