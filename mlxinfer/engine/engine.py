@@ -9,15 +9,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlxinfer.engine.scheduler import SchedulerState, Tracked, schedule
-from mlxinfer.errors import EngineClosedError, EngineError, MlxinferError, QueueFullError
+from mlxinfer.engine.governor import Governor, governor
+from mlxinfer.engine.memory import RESERVE_TOKENS
+from mlxinfer.engine.prefix_node import shared_length
+from mlxinfer.engine.prefix_store import PrefixStore
+from mlxinfer.engine.scheduler import MIN_SHARED, SchedulerState, Tracked, load_of, schedule
+from mlxinfer.errors import EngineClosedError, EngineError, MlxinferError, QueueFullError, WontFitError
 from mlxinfer.types import FinishReason, Timings, Usage
 
 if TYPE_CHECKING:
+    from mlxinfer.engine.pace import Load
     from mlxinfer.engine.runner import Launched, RowSpec, Runner
+    from mlxinfer.engine.steps import Step
     from mlxinfer.engine.worker import MlxThread
 
 log = logging.getLogger(__name__)
+
+RECOUNT_EVERY = 64
+"""Steps between two counts of what replies that grow have reserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,8 @@ class Request:
     max_tokens: int
     eos_token_ids: frozenset[int]
     priority: int = 0
+    boundaries: tuple[int, ...] = ()
+    """Positions in the prompt where a message begins; models with windows or states remember these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +63,73 @@ class _Open:
     started: float = 0.0
     first_token: float = 0.0
     tokens: int = 0
+    cached: int = 0
+    """Prompt tokens that another request had computed."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A launched step that isn't read yet."""
+
+    launched: Launched
+    load: Load
+    at: float
 
 
 class Engine:
     """Continuous batching over one Runner. `submit` and `cancel` may be called from any thread."""
 
-    def __init__(self, thread: MlxThread, runner: Runner, *, max_num_seqs: int, max_queue: int, prefill_chunk: int):
+    def __init__(
+        self,
+        thread: MlxThread,
+        runner: Runner,
+        *,
+        max_num_seqs: int,
+        max_queue: int,
+        prefill_chunk: int,
+        weight_bytes: int = 0,
+        prefix_bytes: int | None = None,
+        memory: Governor | None = None,
+    ) -> None:
+        """`prefix_bytes` limits the prefix cache, 0 turns it off; None: what memory is spare."""
         self.thread = thread
         self.runner = runner
+        self.weight_bytes = weight_bytes
+        self.prefix_bytes = prefix_bytes
+        self.memory = memory or governor()
+        self._reserved = 0
+        if prefix_bytes != 0:
+            runner.prefixes = PrefixStore(needs_state=runner.needs_checkpoints, max_bytes=0)
         self.max_queue = max_queue
-        self.state = SchedulerState(max_num_seqs=max_num_seqs, prefill_chunk=prefill_chunk)
+        self.state = SchedulerState(
+            max_num_seqs=max_num_seqs,
+            prefill_chunk=prefill_chunk,
+            fused=runner.fused,
+            needs_checkpoints=runner.needs_checkpoints,
+            kv=runner.kv_cost,
+        )
         self._open: dict[str, _Open] = {}
-        self._pending: Launched | None = None
+        self._pending: _Running | None = None
+        self._building: Step | None = None
+        self._last_read = 0.0
         self._admission = threading.Lock()
         self._submitted = 0
         self._ended = 0
         self.closed = False
         self.generated_tokens = 0
         self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.failed_steps = 0
+        self.memory.join(self)
+        self.memory.balance(self)
 
     # -- from any thread -------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request; its events go to `sink`. Raises QueueFullError or EngineClosedError."""
+        """Queue a request; its events go to `sink`. Raises QueueFullError, WontFitError or EngineClosedError."""
         self.thread.check_alive()
+        tokens = len(request.spec.prompt_token_ids) + min(request.max_tokens, RESERVE_TOKENS)
+        self.memory.check_fits(self, self.state.kv.bytes(tokens), f"a request of {tokens} tokens")
         with self._admission:
             if self.closed:
                 raise EngineClosedError("the model was unloaded")
@@ -98,22 +152,102 @@ class Engine:
         try:
             return self._step()
         except Exception as error:
-            # The worker's edge: whatever failed, every open request gets its one terminal event.
+            # The worker's edge: whatever failed, every open request goes on or gets its one terminal event.
             log.exception("a step failed")
-            self._fail_all(EngineError(f"the engine's step failed: {type(error).__name__}: {error}"))
+            self._recover(error)
             return True
 
     def _step(self) -> bool:
-        step = schedule(self.state)
+        if self.state.requests:
+            self.state.kv_limit = self.memory.kv_limit(self)
+        step = schedule(self.state, self._lookup)
+        self._building = step
+        if step.start or step.release or step.number % RECOUNT_EVERY == 0:
+            self._share_memory()
+        load = load_of(self.state, step)
         now = time.perf_counter()
-        for request_id in step.started:
-            self._open[request_id].started = now
-        launched = None if step.empty else self.runner.launch(step)
-        before, self._pending = self._pending, launched
+        for start in step.start:
+            self._note_start(start.request_id, start.cached if not start.output else None, now)
+        running = None if step.empty else _Running(self.runner.launch(step), load, now)
+        self._building = None
+        before, self._pending = self._pending, running
         if before is not None:
-            for outcome in self.state.update(before.step, before.read()):
+            self._read(before)
+        if running is not None and running.launched.tokens is None:
+            # Prompts only: nothing is gained by being a step ahead, and a newcomer would wait one chunk longer.
+            self._pending = None
+            self._read(running)
+        return running is not None or before is not None
+
+    def _share_memory(self) -> None:
+        """Count what the running sequences need, and let idle prefixes give way."""
+        self._reserved = self.state.reserved_bytes()
+        self.memory.balance(self)
+        limit = self.state.kv_limit
+        if limit is None or len(self.state.started) != 1 or self._reserved <= limit:
+            return
+        only = self.state.requests[next(iter(self.state.started))]
+        if self.state.kv.bytes(only.prompt_length + only.num_scheduled) > limit:
+            message = f"the reply has outgrown the memory: {limit / 2**30:.2f} GiB are left for its context"
+            self._fail(only.request_id, WontFitError(message))
+
+    # -- as the governor sees it -----------------------------------------------------------------------------------
+
+    def reserved_bytes(self) -> int:
+        """Bytes that the running sequences take, or will."""
+        return self._reserved
+
+    def cached_bytes(self) -> int:
+        """Bytes of idle prefixes."""
+        return 0 if self.runner.prefixes is None else self.runner.prefixes.nbytes
+
+    def shrink_cache(self, max_bytes: int) -> None:
+        """Let the prefix cache have at most this much, and no more than it was given at the start."""
+        if self.runner.prefixes is not None:
+            limit = max_bytes if self.prefix_bytes is None else min(max_bytes, self.prefix_bytes)
+            self.runner.prefixes.shrink(limit)
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _read(self, running: _Running) -> None:
+        """Wait for a launched step and hand its tokens out."""
+        self._building = running.launched.step
+        tokens = running.launched.read()
+        now = time.perf_counter()
+        self.state.pace.observe(running.load, now - max(running.at, self._last_read))
+        self._last_read = now
+        for outcome in self.state.update(running.launched.step, tokens):
+            try:
                 self._deliver(outcome.request_id, outcome.token, outcome.finished)
-        return launched is not None or before is not None
+            except Exception as error:
+                # The worker's edge: the tokens of the others are still to be handed out.
+                log.exception("a token could not be delivered")
+                if outcome.request_id in self._open:
+                    self._fail(outcome.request_id, EngineError(f"delivery failed: {type(error).__name__}: {error}"))
+        self._building = None
+
+    def _lookup(self, request_id: str, limit: int) -> int:
+        """How much of a request's tokens the prefix cache holds. One that failed before computes everything itself."""
+        tracked = self.state.requests[request_id]
+        spec = self._open[request_id].request.spec
+        return 0 if tracked.strikes else self._held(spec, tracked.output, limit, count=True)
+
+    def _held(self, spec: RowSpec, output: list[int], limit: int, *, count: bool) -> int:
+        if self.runner.prefixes is None:
+            return 0
+        try:
+            tokens = (*spec.prompt_token_ids, *output)
+            return self.runner.prefixes.lookup(spec.cache_key, tokens, limit, count=count)
+        except Exception:
+            # The worker's edge: a cache that fails is a cache that holds nothing.
+            log.exception("the prefix cache failed")
+            return 0
+
+    def _note_start(self, request_id: str, cached: int | None, now: float) -> None:
+        opened = self._open[request_id]
+        opened.started = opened.started or now
+        if cached is not None:
+            opened.cached = cached
 
     def _admit(self, opened: _Open) -> None:
         request = opened.request
@@ -123,21 +257,43 @@ class Engine:
             return
         try:
             self.runner.admit(spec)
-        except Exception as error:
-            # The worker's edge: a request that can't be admitted must not take the thread with it.
-            log.exception("a request could not be admitted")
-            self._finish(opened, error=EngineError(f"admission failed: {type(error).__name__}: {error}"))
-            return
-        self._open[spec.request_id] = opened
-        self.state.add(
-            Tracked(
+            self._open[spec.request_id] = opened
+            tracked = Tracked(
                 spec.request_id,
                 len(spec.prompt_token_ids),
                 request.max_tokens,
                 request.eos_token_ids,
                 priority=request.priority,
+                boundaries=request.boundaries if self.runner.prefixes is not None else (),
             )
-        )
+            self._relate(tracked, spec)
+            self.state.add(tracked)
+        except Exception as error:
+            # The worker's edge: a request that can't be admitted must not take the thread with it.
+            log.exception("a request could not be admitted")
+            self._open.pop(spec.request_id, None)
+            self.runner.forget(spec.request_id)
+            self._finish(opened, error=EngineError(f"admission failed: {type(error).__name__}: {error}"))
+
+    def _relate(self, tracked: Tracked, spec: RowSpec) -> None:
+        """What of a new request is computed already, or about to be by another one."""
+        if self.runner.prefixes is None:
+            return
+        limit = tracked.prompt_length - 1
+        tracked.hint = self._held(spec, [], limit, count=False)
+        best = tracked.hint + MIN_SHARED - 1
+        for other in self._open.values():
+            theirs = other.request.spec
+            leader = self.state.requests.get(theirs.request_id)
+            if leader is None or theirs.cache_key != spec.cache_key:
+                continue
+            shared = min(shared_length(spec.prompt_token_ids, theirs.prompt_token_ids), limit)
+            if self.state.needs_checkpoints:
+                shared = max((b for b in leader.boundaries if b <= shared), default=0)
+            # What a leader hasn't computed by its last prompt token it computes as part of its reply.
+            if min(shared, leader.prompt_length - 1) > best:
+                best = min(shared, leader.prompt_length - 1)
+                tracked.leader, tracked.shared = theirs.request_id, best
 
     def _deliver(self, request_id: str, token: int | None, finished: FinishReason | None) -> None:
         opened = self._open[request_id]
@@ -146,6 +302,7 @@ class Engine:
         if opened.tokens == 1:
             opened.first_token = now
             self.prompt_tokens += len(opened.request.spec.prompt_token_ids)
+            self.cached_tokens += opened.cached
         self.generated_tokens += 1
         if finished is None:
             if not _sent(opened, Event(token=token)):
@@ -174,25 +331,52 @@ class Engine:
     ) -> None:
         with self._admission:
             self._ended += 1
-        usage = Usage(prompt_tokens=len(opened.request.spec.prompt_token_ids), completion_tokens=opened.tokens)
+        prompt = len(opened.request.spec.prompt_token_ids)
+        usage = Usage(prompt_tokens=prompt, completion_tokens=opened.tokens, cached_tokens=opened.cached)
         _sent(opened, Event(token=token, finished=finished, error=error, usage=usage, timings=_timings(opened)))
 
-    def _fail_all(self, error: MlxinferError) -> None:
-        self._pending = None
-        opened, self._open = list(self._open.values()), {}
-        old = self.state
-        self.state = SchedulerState(old.max_num_seqs, old.prefill_chunk, step_number=old.step_number)
+    # -- when a step fails -----------------------------------------------------------------------------------------
+
+    def _recover(self, error: Exception) -> None:
+        """Drop every row, and let the requests that had a part in the failed steps run alone, from their tokens.
+
+        A request whose step fails while it is alone, for the second time, is the one to blame.
+        """
+        self.failed_steps += 1
+        steps = [s for s in (self._building, self._pending and self._pending.launched.step) if s is not None]
+        self._building = self._pending = None
+        for release in [*self.state.release, *(r for step in steps for r in step.release)]:
+            if release.request_id not in self.state.requests:
+                self.runner.forget(release.request_id)
+        self.state.release.clear()
         self.runner.drop_all()
-        for one in opened:
-            self._finish(one, error=error)
+        for request_id in list(self.state.started):
+            self.state.rewind(request_id)
+        involved = {name for step in steps for name in step.request_ids} or set(self.state.requests)
+        suspects = [name for name in self.state.requests if name in involved]
+        for name in suspects:
+            self.state.suspect(name)
+        if len(suspects) == 1 and self.state.requests[suspects[0]].strikes > 1:
+            message = f"the engine's step failed: {type(error).__name__}: {error}"
+            self._fail(suspects[0], EngineError(message))
+
+    def _fail(self, request_id: str, error: MlxinferError) -> None:
+        opened = self._open.pop(request_id)
+        self.state.end(request_id, "error")
+        self.runner.forget(request_id)
+        self._finish(opened, error=error)
 
     def close(self) -> None:
         """End every request and let go of the model. On the MLX thread."""
         with self._admission:
             self.closed = True
         try:
-            self._fail_all(EngineClosedError("the model was unloaded"))
+            self._pending = None
+            for request_id in list(self._open):
+                self._fail(request_id, EngineClosedError("the model was unloaded"))
         finally:
+            self._reserved = 0
+            self.memory.leave(self)
             self.thread.detach(self)
             self.runner.close()
 
@@ -202,8 +386,12 @@ class Engine:
             "running": len(self.state.started),
             "waiting": max(0, self._submitted - self._ended - len(self.state.started)),
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "generated_tokens": self.generated_tokens,
             "steps": self.state.step_number,
+            "failed_steps": self.failed_steps,
+            "kv_bytes": self._reserved,
+            "prefix_bytes": self.cached_bytes(),
         }
 
 
@@ -227,6 +415,6 @@ def _timings(o: _Open) -> Timings:
         queue_s=o.started - o.submitted,
         ttft_s=o.first_token - o.submitted,
         total_s=now - o.submitted,
-        prefill_tok_s=len(o.request.spec.prompt_token_ids) / prefill if prefill > 0 else 0.0,
+        prefill_tok_s=(len(o.request.spec.prompt_token_ids) - o.cached) / prefill if prefill > 0 else 0.0,
         decode_tok_s=(o.tokens - 1) / decode if decode > 0 and o.tokens > 1 else 0.0,
     )

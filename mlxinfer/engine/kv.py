@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlxinfer.engine.memory import KVCost
 from mlxinfer.upstream import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 if TYPE_CHECKING:
@@ -89,9 +90,16 @@ class SeqKV:
 
     @property
     def nbytes(self) -> int:
-        if self.keys is None or self.values is None:
-            return 0
-        return self.keys.nbytes + self.values.nbytes
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def buffers(self) -> list[mx.array]:
+        """What it holds, tokens along axis 2; empty before the first append."""
+        return [] if self.keys is None or self.values is None else [self.keys, self.values]
+
+    def load(self, buffers: list[mx.array], start: int, end: int) -> None:
+        """Take over `buffers` that hold the positions `start` to `end`. They may be shared: mlx copies on write."""
+        self.keys, self.values = buffers
+        self.start, self.end = start, end
 
 
 class Sequence:
@@ -116,6 +124,20 @@ class Sequence:
             else:
                 yield layer
 
+    def plain(self) -> list[SeqKV]:
+        """The leaves that keep every key: any prefix of theirs can be used again."""
+        return [leaf for leaf in self.leaves() if isinstance(leaf, SeqKV) and leaf.window is None]
+
+    def stateful(self) -> list[Any]:
+        """The other leaves: sliding windows, recurrent states and mlx-lm's own caches."""
+        return [leaf for leaf in self.leaves() if not isinstance(leaf, SeqKV) or leaf.window is not None]
+
+    def share(self, source: Sequence, length: int) -> None:
+        """Start from the first `length` tokens of `source`, which goes on unharmed. Plain leaves only."""
+        for mine, theirs in zip(self.plain(), source.plain(), strict=True):
+            mine.load([buffer[..., :length, :] for buffer in theirs.buffers()], 0, length)
+        self.length = length
+
     @property
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves())
@@ -125,8 +147,7 @@ class Sequence:
         found: list[mx.array] = []
         for leaf in self.leaves():
             if isinstance(leaf, SeqKV):
-                if leaf.keys is not None and leaf.values is not None:
-                    found += [leaf.keys, leaf.values]
+                found += leaf.buffers()
             else:
                 found += _arrays_in(leaf.state)
         return found
@@ -160,3 +181,22 @@ def _own_layer(cache: Any) -> Any:
         return ArraysCache(len(cache.cache))
     keep = f" with keep={cache.keep}" if isinstance(cache, RotatingKVCache) else ""
     raise UnbatchableError(f"{type(cache).__name__}{keep}")
+
+
+def kv_cost(sequence: Sequence) -> KVCost:
+    """What a sequence of this kind takes in memory, judged by one that holds a token or a few."""
+    per_token = fixed = 0
+    windowed: list[tuple[int, int]] = []
+    for leaf in sequence.leaves():
+        # mlx-lm's own caches of keys grow in steps of 256 as well; for the others a fixed size is a fair guess.
+        keys = getattr(leaf, "keys", None)
+        if not isinstance(keys, mx.array) or keys.ndim != 4:
+            fixed += sum(a.nbytes for a in _arrays_in(leaf.state)) if not isinstance(leaf, SeqKV) else 0
+            continue
+        size = leaf.nbytes // keys.shape[2]
+        window = leaf.window if isinstance(leaf, SeqKV) else None
+        if window is None:
+            per_token += size
+        else:
+            windowed.append((window + SLACK + STEP, size))
+    return KVCost(per_token, tuple(windowed), fixed, STEP)

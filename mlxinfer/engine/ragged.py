@@ -4,10 +4,14 @@ A model sees one `RaggedKV` per layer in the place of mlx-lm's cache. Linear lay
 whole batch; attention runs for each row over exactly that row's keys. With one row `RaggedKV` behaves like mlx-lm's
 own cache: real keys, real masks. With several, `update_and_fetch` gives the new keys back as a *handle*, and the
 attention function, put in place of mlx-lm's, recognises the handle and looks the rows' keys up.
+
+A prompt chunk of L tokens can go along in a batch of single tokens, as L rows that share one sequence: the weights
+are read once for the chunk and for every row that decodes. `lengths` says how many rows each sequence has.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -17,6 +21,8 @@ from mlxinfer.upstream import ArraysCache, CacheList, create_causal_mask, instal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
+
+    Lengths = list[int] | None
 
 
 class RowWindow:
@@ -57,9 +63,12 @@ class Handles:
 class RaggedKV:
     """The cache of one layer for all rows of a batch, as mlx-lm's models expect one."""
 
-    def __init__(self, rows: list[SeqKV], handles: Handles) -> None:
+    def __init__(self, rows: list[SeqKV], handles: Handles, lengths: Lengths = None) -> None:
         self.rows = rows
         self.handles = handles
+        self.lengths = lengths
+        self.single = len(rows) == 1 and lengths is None
+        """One row, driven as mlx-lm's own cache would be."""
         self.window = rows[0].window
         self.offset: int | mx.array = 0
         """Position of the next token: an int for one row, [B] for several."""
@@ -76,7 +85,7 @@ class RaggedKV:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
         """The mask of a step of N tokens per row, asked for before the keys are appended."""
         window = self.window if window_size is None else min(window_size, self.window or window_size)
-        if len(self.rows) > 1:
+        if not self.single:
             if return_array:
                 raise UnbatchableError("the model asks for a mask as an array")
             return None if window is None or window == self.window else RowWindow(window)
@@ -93,12 +102,12 @@ class RaggedKV:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [B, kv_heads, L, head_dim] to the rows. One row: all visible keys; several: a handle."""
         self.offset = self._after
-        if len(self.rows) == 1:
+        if self.single:
             self.rows[0].append(keys, values)
             self._latest = self.rows[0].view(keys.shape[2])
             return self._latest
-        count = len(self.rows)
-        for row, k, v in zip(self.rows, mx.split(keys, count), mx.split(values, count), strict=True):
+        parts = _by_sequence(keys, self.rows, self.lengths), _by_sequence(values, self.rows, self.lengths)
+        for row, k, v in zip(self.rows, *parts, strict=True):
             row.append(k, v)
         if self.poison is not None:
             keys, values = (_poisoned(x, self.poison) for x in (keys, values))
@@ -141,7 +150,7 @@ class RaggedKV:
         self._only_row().values = values
 
     def _only_row(self) -> SeqKV:
-        if len(self.rows) != 1:
+        if not self.single:
             raise UnbatchableError("the model reaches into the cache's buffers")
         return self.rows[0]
 
@@ -170,7 +179,7 @@ class RaggedAttention:
         """Queries [B, heads, L, head_dim] → [B, heads, L, value_dim]."""
         held = self.handles.find(keys) if isinstance(keys, mx.array) else None
         if held is None:
-            if isinstance(cache, RaggedKV) and len(cache.rows) > 1:
+            if isinstance(cache, RaggedKV) and not cache.single:
                 raise UnbatchableError("the model transforms the keys between the cache and attention")
             return mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         _, handle_values, source = held
@@ -179,16 +188,34 @@ class RaggedAttention:
         if mask is not None and not isinstance(mask, RowWindow):
             raise UnbatchableError(f"the model brings its own mask ({type(mask).__name__})")
         self.handles.consumed.add(id(keys))
-        return attend(queries, source.rows, scale=scale, window=mask.window if mask else None, sinks=sinks)
+        window = mask.window if mask else None
+        return attend(queries, source.rows, scale=scale, window=window, sinks=sinks, lengths=source.lengths)
+
+
+def _by_sequence(array: mx.array, rows: Seq[SeqKV], lengths: Lengths) -> list[mx.array]:
+    """[R, heads, L, dim] as one [1, heads, L', dim] per sequence; with `lengths`, L is 1 and L' the sequence's."""
+    if lengths is None:
+        return list(mx.split(array, len(rows)))
+    parts = mx.split(array, list(accumulate(lengths[:-1])))
+    return [part if part.shape[0] == 1 else mx.swapaxes(part, 0, 2) for part in parts]
 
 
 def attend(
-    queries: mx.array, rows: Seq[SeqKV], *, scale: float, window: int | None = None, sinks: mx.array | None = None
+    queries: mx.array,
+    rows: Seq[SeqKV],
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    lengths: Lengths = None,
 ) -> mx.array:
-    """Queries [B, heads, L, head_dim], row b over the keys of rows[b] → [B, heads, L, value_dim]."""
-    length = queries.shape[2]
+    """Queries [B, heads, L, head_dim], row b over the keys of rows[b] → [B, heads, L, value_dim].
+
+    With `lengths`, L is 1 and sequence i has the next lengths[i] rows of the batch.
+    """
     out: list[mx.array] = []
-    for query, row in zip(mx.split(queries, len(rows)), rows, strict=True):
+    for query, row in zip(_by_sequence(queries, rows, lengths), rows, strict=True):
+        length = query.shape[2]
         keys, values = row.view(length)
         if window is not None:
             seen = min(keys.shape[2], window - 1 + length)
@@ -199,20 +226,23 @@ def attend(
             before = keys.shape[2] - length
             windowed = limit is not None and keys.shape[2] > limit
             mask = create_causal_mask(length, before, window_size=limit) if windowed else "causal"
-        out.append(mx.fast.scaled_dot_product_attention(query, keys, values, scale=scale, mask=mask, sinks=sinks))
-    return mx.concatenate(out, axis=0)
+        one = mx.fast.scaled_dot_product_attention(query, keys, values, scale=scale, mask=mask, sinks=sinks)
+        out.append(one if lengths is None or length == 1 else mx.swapaxes(one, 0, 2))
+    return mx.concatenate(out, axis=0) if len(out) > 1 else out[0]
 
 
 class Batch:
     """Some sequences as the model sees them: `caches` is what goes into `model(tokens, cache=…)`.
 
-    Recurrent states are stacked by row while the batch lasts; `release` gives them back to their sequences.
+    Recurrent states are stacked by row while the batch lasts; `release` gives them back to their sequences. With
+    `lengths`, sequence i has lengths[i] rows of one token each, one after the other.
     """
 
-    def __init__(self, sequences: list[Sequence], attention: RaggedAttention) -> None:
+    def __init__(self, sequences: list[Sequence], attention: RaggedAttention, lengths: Lengths = None) -> None:
         assert sequences
         self.sequences = sequences
         self.attention = attention
+        self.lengths = lengths
         self._kv: list[RaggedKV] = []
         self._stacked: list[tuple[Any, list[Any]]] = []
         layers = zip(*(s.layers for s in sequences), strict=True)
@@ -222,7 +252,7 @@ class Batch:
         if isinstance(parts[0], tuple):
             return CacheList(*(self._layer(list(sub)) for sub in zip(*parts, strict=True)))
         if isinstance(parts[0], SeqKV):
-            kv = RaggedKV(parts, self.attention.handles)
+            kv = RaggedKV(parts, self.attention.handles, self.lengths)
             self._kv.append(kv)
             return kv
         if len(parts) == 1:
@@ -233,15 +263,19 @@ class Batch:
 
     def begin(self, length: int) -> None:
         """Start a step of `length` tokens per row."""
-        if len(self.sequences) == 1:
-            before: Any = self.sequences[0].length
+        counts = self.lengths or [length] * len(self.sequences)
+        if self.lengths is not None:
+            places = [s.length + i for s, n in zip(self.sequences, counts, strict=True) for i in range(n)]
+            before: Any = mx.array(places)
+        elif len(self.sequences) == 1:
+            before = self.sequences[0].length
         else:
             before = mx.array([s.length for s in self.sequences])
         after = before + length
         for kv in self._kv:
             kv.begin(before, after)
-        for sequence in self.sequences:
-            sequence.length += length
+        for sequence, count in zip(self.sequences, counts, strict=True):
+            sequence.length += count
 
     def end(self) -> None:
         """Drop the step's handles."""

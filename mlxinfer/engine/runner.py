@@ -1,4 +1,4 @@
-"""Turns a Step into mlx work: one prefill chunk, one forward for all decoding rows, one sampling call.
+"""Turns a Step into mlx work: prompt chunks, one token for each decoding row, one sampling call.
 
 `launch` builds and submits; it never waits. The tokens are read later, so the next step's graph is built while this
 one computes. Runs on the MLX thread only.
@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxinfer.engine.kv import SeqKV, Sequence, UnbatchableError, sequence_like
+from mlxinfer.engine.head import HeadRows
+from mlxinfer.engine.kv import Sequence, kv_cost, sequence_like
 from mlxinfer.engine.ragged import Batch, ragged_attention
 from mlxinfer.engine.sampling import BatchSampler, RowSampling, RowState, uniform
+from mlxinfer.engine.tier import probe_tier
 from mlxinfer.upstream import make_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as Seq
 
-    from mlxinfer.engine.scheduler import DecodeRow, PrefillChunk, Step
+    from mlxinfer.engine.memory import KVCost
+    from mlxinfer.engine.prefix_store import PrefixStore
+    from mlxinfer.engine.steps import DecodeRow, PrefillChunk, Release, Start, Step
 
 CLEAR_EVERY = 256
 """Steps between two returns of mlx's cached buffers to the system."""
@@ -35,15 +39,24 @@ class RowSpec:
     prompt_token_ids: tuple[int, ...]
     sampling: RowSampling
     seed: int
+    cache_key: str = ""
+    """Requests share prefixes with others of the same key only: adapter and tenant."""
 
 
 @dataclass(slots=True)
 class _Row:
     spec: RowSpec
-    sequence: Sequence
     state: RowState
+    tokens: tuple[int, ...]
+    """The prompt, and after a rebuild what had been generated."""
+    sequence: Sequence | None = None
     token: mx.array | None = None
-    """The token to feed next, [1], not yet read; None means the last prompt token."""
+    """The token to feed next, [1], not yet read; None means the last of `tokens`."""
+
+    @property
+    def held(self) -> Sequence:
+        assert self.sequence is not None, f"{self.spec.request_id} has not started"
+        return self.sequence
 
 
 @dataclass(slots=True)
@@ -70,8 +83,8 @@ class _Decoding:
 
     ids: tuple[str, ...]
     rows: list[_Row]
-    batch: Batch | None
     sampler: BatchSampler
+    batch: Batch | None = None
     tokens: mx.array | None = field(default=None)
 
 
@@ -82,15 +95,26 @@ class Runner:
         self.model: Any = model
         self.vocab_size = vocab_size
         self.attention = ragged_attention()
-        self.tier, self.tier_reason = probe_tier(self)
+        self.head = HeadRows()
+        self.prefixes: PrefixStore | None = None
+        self.tier, self.tier_reason = probe_tier(model, self.attention)
         self._rows: dict[str, _Row] = {}
         self._decoding: _Decoding | None = None
         self._steps = 0
+        if self.fused:
+            self.head.install(model, self._head_probe)
+        self.needs_checkpoints = bool(self.new_sequence().stateful())
+        self.kv_cost = self._measure()
+
+    @property
+    def fused(self) -> bool:
+        """Prompt chunks and decoding rows can share one forward."""
+        return self.tier == "ragged"
 
     def admit(self, spec: RowSpec) -> None:
-        """Make a row for a request; it holds no memory until its first chunk."""
+        """Take a request in; it holds no memory until it starts."""
         state = RowState(spec.sampling, spec.prompt_token_ids, self.vocab_size)
-        self._rows[spec.request_id] = _Row(spec, self.new_sequence(), state)
+        self._rows[spec.request_id] = _Row(spec, state, spec.prompt_token_ids)
 
     def new_sequence(self) -> Sequence:
         """An empty sequence of the tier's kind."""
@@ -101,44 +125,157 @@ class Runner:
         """Submit a step. Rows that it releases are gone afterwards."""
         if step.release:
             self._settle()
-            for request_id in step.release:
-                self._rows.pop(request_id, None)
-        marker = None if step.prefill is None else self._prefill(step.prefill)
-        tokens = self._decode(step.decode) if step.decode else None
+            for release in step.release:
+                self._release(release)
+        for start in step.start:
+            self._start(start)
+        marker = tokens = None
+        if self.fused and step.prefill and (step.decode or len(step.prefill) > 1):
+            tokens, marker = self._mixed(step)
+        else:
+            for chunk in step.prefill:
+                marker = self._prefill(chunk)
+            if step.decode:
+                tokens = self._decode(step.decode)
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
         return Launched(step, tokens, marker)
 
     def drop_all(self) -> None:
-        """Forget every row; after a failed step nothing of its arrays can be trusted."""
-        self._rows.clear()
+        """Drop every row's arrays; after a failed step nothing of them can be trusted. The requests stay known."""
         self._decoding = None
         self.attention.handles.clear()
+        self.head.keep = None
+        for row in self._rows.values():
+            row.sequence = row.token = None
 
     def forget(self, request_id: str) -> None:
-        """Drop a row that never started."""
+        """Drop a row that holds nothing."""
         self._rows.pop(request_id, None)
 
     def close(self) -> None:
         """Let go of the model and of every row, after what was submitted has run."""
         mx.synchronize()
         self.drop_all()
-        self.model = None
+        self._rows.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
+        self.prefixes = self.model = None
 
     def kv_bytes(self) -> int:
         """Bytes of keys, values and states held for all rows."""
-        return sum(row.sequence.nbytes for row in self._rows.values())
+        return sum(row.sequence.nbytes for row in self._rows.values() if row.sequence is not None)
+
+    # -- rows come and go ------------------------------------------------------------------------------------------
+
+    def _start(self, start: Start) -> None:
+        row = self._rows[start.request_id]
+        if start.output:
+            row.state = RowState(row.spec.sampling, row.spec.prompt_token_ids, self.vocab_size, start.output)
+        row.tokens = (*row.spec.prompt_token_ids, *start.output)
+        row.sequence = self.new_sequence()
+        row.token = None
+        if start.source is not None:
+            row.sequence.share(self._rows[start.source].held, start.cached)
+        elif start.cached:
+            assert self.prefixes is not None
+            self.prefixes.restore(row.sequence, row.spec.cache_key, row.tokens, start.cached)
+
+    def _release(self, release: Release) -> None:
+        row = self._rows.get(release.request_id)
+        if row is None:
+            # It was preempted, and cancelled while it waited.
+            return
+        sequence, row.sequence = row.sequence, None
+        if release.final:
+            del self._rows[release.request_id]
+        if release.keep and self.prefixes is not None and sequence is not None:
+            tokens = (*row.spec.prompt_token_ids, *release.output)[: sequence.length]
+            self.prefixes.save(sequence, row.spec.cache_key, tokens)
+
+    # -- forwards --------------------------------------------------------------------------------------------------
 
     def _prefill(self, chunk: PrefillChunk) -> mx.array:
+        """One chunk by itself, [1, L]."""
         row = self._rows[chunk.request_id]
-        self.forward([row.sequence], [row.spec.prompt_token_ids[chunk.start : chunk.end]])
+        self.forward([row.held], [row.tokens[chunk.start : chunk.end]])
         # The logits stay unevaluated: mlx is lazy, so the head of the model costs nothing here.
-        arrays = row.sequence.arrays()
+        return self._after_prefill([chunk])
+
+    def _after_prefill(self, chunks: Seq[PrefillChunk]) -> mx.array:
+        """Submit the chunks' keys and states; returns what is ready when the last chunk is."""
+        arrays: list[mx.array] = []
+        for chunk in chunks:
+            row = self._rows[chunk.request_id]
+            arrays += row.held.arrays()
+            if chunk.checkpoint and self.prefixes is not None:
+                self.prefixes.checkpoint(row.held, row.spec.cache_key, row.tokens[: chunk.end])
         # Its own little buffer: holding the keys themselves would make their next update a copy.
         marker = mx.sum(arrays[-1][(slice(0, 1),) * arrays[-1].ndim])
         mx.async_eval(arrays, marker)
         return marker
+
+    def _mixed(self, step: Step) -> tuple[mx.array | None, mx.array]:
+        """Chunks and decode rows in one forward of single tokens [R, 1]."""
+        d = self._batch_of(tuple(row.request_id for row in step.decode)) if step.decode else None
+        completing = {c.request_id for c in step.prefill}
+        parts: list[mx.array] = []
+        sequences: list[Sequence] = []
+        lengths: list[int] = []
+        keep: list[int] = []
+        if d is not None:
+            inputs = d.tokens if d.tokens is not None else self._inputs(d.rows)
+            running = [i for i, row in enumerate(d.rows) if row.spec.request_id not in completing]
+            # New rows come last: they joined the batch with this step.
+            assert running == list(range(len(running)))
+            sequences += [d.rows[i].held for i in running]
+            lengths += [1] * len(running)
+            keep += running
+            if running:
+                parts.append(inputs[: len(running)])
+        decoding = {row.request_id for row in step.decode}
+        for chunk in step.prefill:
+            row = self._rows[chunk.request_id]
+            last = chunk.request_id in decoding
+            parts.append(mx.array(row.tokens[chunk.start : chunk.end + last], mx.uint32))
+            sequences.append(row.held)
+            lengths.append(chunk.end - chunk.start + last)
+            if last:
+                keep.append(sum(lengths) - 1)
+        logits = self._forward_groups(sequences, lengths, mx.concatenate(parts)[:, None], keep)
+        if d is not None:
+            d.tokens = d.sampler(logits[:, -1, :], _uniforms(d.rows, step.decode))
+            mx.async_eval(d.tokens)
+        return (None if d is None else d.tokens), self._after_prefill(step.prefill)
+
+    def _forward_groups(
+        self, sequences: list[Sequence], lengths: list[int], tokens: mx.array, keep: list[int] | None
+    ) -> mx.array:
+        """Tokens [R, 1], lengths[i] of them for sequence i → logits [K, 1, vocab] of the rows in `keep`, or all."""
+        batch = Batch(sequences, self.attention, lengths)
+        kept = mx.array(keep) if keep else None
+        self.head.keep = kept if self.head.installed else None
+        try:
+            logits = self._forward(batch, tokens)
+        finally:
+            self.head.keep = None
+        return logits if kept is None or self.head.installed else logits[kept]
+
+    def _head_probe(self, keep: mx.array | None) -> mx.array:
+        """Logits of a fused forward for three tokens of two sequences, with `keep` set as given."""
+        batch = Batch([self.new_sequence(), self.new_sequence()], self.attention, [1, 2])
+        self.head.keep = keep
+        try:
+            return self._forward(batch, mx.array([[0], [1], [0]]))
+        finally:
+            self.head.keep = None
+
+    def _measure(self) -> KVCost:
+        """What a sequence takes in memory, from one token's."""
+        sequence = self.new_sequence()
+        mx.eval(self.forward([sequence], [[0]]))
+        return kv_cost(sequence)
 
     def forward(self, sequences: list[Sequence], tokens: Iterable[Seq[int]]) -> mx.array:
         """Run tokens [B][L] after what the sequences hold → logits [B, L, vocab], not evaluated."""
@@ -165,18 +302,22 @@ class Runner:
             sequence.length += tokens.shape[1]
         return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=0)
 
+    # -- decode ----------------------------------------------------------------------------------------------------
+
     def _decode(self, decode: tuple[DecodeRow, ...]) -> mx.array:
         if self.tier == "batched-state" and len(decode) > 1:
             rows = [self._rows[r.request_id] for r in decode]
-            if any(row.sequence.length == 0 for row in rows):
+            if any(row.held.length == 0 for row in rows):
                 return self._decode_apart(rows, decode)
         d = self._batch_of(tuple(row.request_id for row in decode))
         inputs = d.tokens if d.tokens is not None else self._inputs(d.rows)
         inputs = inputs[:, None]
-        if d.batch is not None:
-            logits = self._forward(d.batch, inputs)
+        if self.tier == "sequential":
+            logits = self._forward_own([row.held for row in d.rows], inputs)
         else:
-            logits = self._forward_own([row.sequence for row in d.rows], inputs)
+            if d.batch is None:
+                d.batch = Batch([row.held for row in d.rows], self.attention)
+            logits = self._forward(d.batch, inputs)
         d.tokens = d.sampler(logits[:, -1, :], _uniforms(d.rows, decode))
         mx.async_eval(d.tokens)
         return d.tokens
@@ -197,13 +338,13 @@ class Runner:
         return tokens
 
     def _forward_rows(self, rows: list[_Row], tokens: mx.array) -> mx.array:
-        batch = Batch([row.sequence for row in rows], self.attention)
+        batch = Batch([row.held for row in rows], self.attention)
         logits = self._forward(batch, tokens)
         batch.release()
         return logits
 
     def _inputs(self, rows: list[_Row]) -> mx.array:
-        parts = [mx.array([r.spec.prompt_token_ids[-1]], mx.uint32) if r.token is None else r.token for r in rows]
+        parts = [mx.array([row.tokens[-1]], mx.uint32) if row.token is None else row.token for row in rows]
         return mx.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _batch_of(self, ids: tuple[str, ...]) -> _Decoding:
@@ -211,8 +352,7 @@ class Runner:
             return self._decoding
         self._settle()
         rows = [self._rows[i] for i in ids]
-        batch = None if self.tier == "sequential" else Batch([r.sequence for r in rows], self.attention)
-        self._decoding = _Decoding(ids, rows, batch, BatchSampler([r.state for r in rows]))
+        self._decoding = _Decoding(ids, rows, BatchSampler([r.state for r in rows]))
         return self._decoding
 
     def _settle(self) -> None:
@@ -233,46 +373,3 @@ def _uniforms(rows: list[_Row], decode: tuple[DecodeRow, ...]) -> list[float]:
         0.0 if row.state.sampling.greedy else uniform(row.spec.seed, r.position)
         for row, r in zip(rows, decode, strict=True)
     ]
-
-
-def probe_tier(runner: Runner) -> tuple[str, str]:
-    """(tier, reason): build the caches, then run two rows with handles that nobody should look into.
-
-    The handles hold NaN, and in a second run they are longer too. NaN in the logits, logits that follow the handles'
-    length, a handle that attention never looked up, or an error means that the model uses its keys, mask or positions
-    in a way that a ragged batch can't serve; it then runs row by row over mlx-lm's own caches.
-    """
-    try:
-        leaves = list(sequence_like(make_cache(runner.model)).leaves())
-    except UnbatchableError as error:
-        return "sequential", str(error)
-    try:
-        logits, longer = _probe(runner, 0), _probe(runner, 5)
-        if mx.any(mx.isnan(logits)).item():
-            return "sequential", "keys are used outside of attention as well"
-        if not mx.array_equal(logits, longer).item():
-            return "sequential", "positions are taken from the shape of the keys"
-    except (UnbatchableError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        return "sequential", f"{type(error).__name__}: {str(error)[:200]}"
-    finally:
-        runner.attention.handles.clear()
-    recurrent = any(not isinstance(leaf, SeqKV) for leaf in leaves)
-    return ("batched-state", "recurrent state by row") if recurrent else ("ragged", "keys and values only")
-
-
-def _probe(runner: Runner, extra: int) -> mx.array:
-    """Logits of one batched step of two short rows, with poisoned handles `extra` positions too long."""
-    sequences = [sequence_like(make_cache(runner.model)) for _ in range(2)]
-    for sequence, prompt in zip(sequences, ([0, 1], [1]), strict=True):
-        batch = Batch([sequence], runner.attention)
-        batch.begin(len(prompt))
-        runner.model(mx.array([prompt]), cache=batch.caches)
-        batch.end()
-    batch = Batch(sequences, runner.attention)
-    batch.poison(extra)
-    batch.begin(1)
-    logits = runner.model(mx.array([[1], [0]]), cache=batch.caches)
-    if unused := runner.attention.handles.unused():
-        raise UnbatchableError(f"{unused} layers use their keys outside of attention")
-    batch.end()
-    return logits

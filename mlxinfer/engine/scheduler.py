@@ -1,6 +1,5 @@
 """Which work comes next: pure Python, no arrays. One function, `schedule`, from the state to a Step.
 
-A Step is plain data and the runner's only input, so that a log of steps replayed elsewhere gives the same state.
 The runner works one step ahead of what the scheduler knows: a step may hold rows whose last token isn't read yet.
 """
 
@@ -9,48 +8,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from mlxinfer.engine.memory import RESERVE_TOKENS, KVCost
+from mlxinfer.engine.pace import Load, Pace
+from mlxinfer.engine.steps import DecodeRow, PrefillChunk, Release, Start, Step
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from mlxinfer.types import FinishReason
 
-AGING_CHUNKS = 4
-"""Each this many prefill chunks given to others, a waiting prompt counts as one chunk shorter, for good."""
-PRIORITY_AGING = 256
-"""Each this many prefill chunks given to others, a waiting prompt counts as one priority higher."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Compute prompt tokens [start, end) of a request."""
-
-    request_id: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """Compute one token of a request. `position` counts its output tokens from 0."""
-
-    request_id: str
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What the runner does next: release rows, then a prefill chunk, then one token for each decode row."""
-
-    number: int
-    release: tuple[str, ...] = ()
-    prefill: PrefillChunk | None = None
-    decode: tuple[DecodeRow, ...] = ()
-    started: tuple[str, ...] = ()
-    """Requests that get their place in the batch with this step."""
-
-    @property
-    def empty(self) -> bool:
-        return not (self.release or self.prefill or self.decode)
+AGING = 4
+"""For each this many prompt tokens computed for others, a waiting prompt counts as one token shorter, for good."""
+PRIORITY_AGING = 1 << 17
+"""For each this many prompt tokens computed for others, a waiting prompt counts as one priority higher."""
+STALL = 2.25
+"""Beside running streams, a step takes at most this many times a step without prompts …"""
+STALL_FLOOR_S = 0.05
+"""… or this long: twenty tokens a second look smooth."""
+ALONE_S = 0.2
+"""A step with prompts only takes about this long, so that a newcomer isn't kept waiting …"""
+ALONE_FORWARDS = 4
+"""… or this many times what any forward costs, so that a slow machine doesn't read its weights for a few tokens."""
+MIN_CHUNK = 16
+"""Prompt tokens that a step computes at least, whatever is predicted."""
+TRIAL = 4
+"""Tokens that a request makes alone after its first failed step; the power of that after the next ones."""
+MIN_SHARED = 32
+"""A request waits for another to compute their common prefix when it spares at least this many tokens."""
 
 
 @dataclass(slots=True)
@@ -63,24 +47,42 @@ class Tracked:
     eos_token_ids: frozenset[int]
     priority: int = 0
     """Higher comes first."""
+    boundaries: tuple[int, ...] = ()
+    """Positions where a chunk ends and the state is remembered; rising."""
+    leader: str | None = None
+    """A request with the same first `shared` tokens; while it is there and hasn't computed them, this one waits."""
+    shared: int = 0
+    hint: int = 0
+    """Tokens that the prefix cache seemed to hold on arrival."""
     arrival: int = 0
     num_computed_tokens: int = 0
-    """Prompt tokens whose keys are in the cache, or scheduled to be."""
+    """Tokens whose keys are in the cache, or scheduled to be."""
     num_scheduled: int = 0
     """Output tokens asked of the runner, read or not."""
+    rebuilt: int = 0
+    """Output tokens that are computed again like a prompt, after the row was lost."""
     output: list[int] = field(default_factory=list[int])
     finished: FinishReason | None = None
     waited: int = 0
-    """Prefill chunks that went to others while this one waited for its next."""
+    """Prompt tokens that were computed for others while this one waited for its next turn."""
+    strikes: int = 0
+    """Failed steps that this request had a part in."""
+    trial: int = 0
+    """Tokens to make alone before it may join the others again."""
 
     @property
     def prefilled(self) -> bool:
-        # The last prompt token is the input of the first decode step.
-        return self.num_computed_tokens >= self.prompt_length - 1
+        # The last token is the input of the first decode step.
+        return self.remaining_prefill == 0
 
     @property
     def remaining_prefill(self) -> int:
-        return max(0, self.prompt_length - 1 - self.num_computed_tokens)
+        return max(0, self.prompt_length + self.rebuilt - 1 - self.num_computed_tokens)
+
+    def reserved_tokens(self) -> int:
+        """Tokens to keep memory for."""
+        made = max(self.num_scheduled, len(self.output))
+        return self.prompt_length + max(min(self.max_tokens, RESERVE_TOKENS), min(self.max_tokens, made + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +100,22 @@ class SchedulerState:
 
     max_num_seqs: int
     prefill_chunk: int
+    """Prompt tokens per step at most."""
+    fused: bool = True
+    """Prompt chunks and decode rows share one forward; else each step has one chunk, in a forward of its own."""
+    needs_checkpoints: bool = False
+    """A prefix can be taken over at boundaries only, from the prefix cache; else anywhere, from a running row too."""
+    kv: KVCost = field(default_factory=KVCost)
+    kv_limit: int | None = None
+    """Bytes that all running sequences may take."""
+    pace: Pace = field(default_factory=Pace)
     requests: dict[str, Tracked] = field(default_factory=dict[str, Tracked])
-    started: set[str] = field(default_factory=set[str])
-    """Requests that hold a place in the batch."""
-    release: list[str] = field(default_factory=list[str])
-    """Ended requests whose rows the runner still holds."""
+    started: dict[str, None] = field(default_factory=dict[str, None])
+    """Requests that hold a place in the batch, in the order of their start."""
+    release: list[Release] = field(default_factory=list[Release])
+    """Rows that the runner still holds and nobody needs."""
+    probation: list[str] = field(default_factory=list[str])
+    """Requests that had a part in a failed step; while there are any, only the first one runs."""
     step_number: int = 0
     arrivals: int = 0
 
@@ -124,19 +137,34 @@ class SchedulerState:
         if request is None:
             return False
         request.finished = reason
+        if request_id in self.probation:
+            self.probation.remove(request_id)
         if request_id in self.started:
-            self.started.discard(request_id)
-            self.release.append(request_id)
+            del self.started[request_id]
+            self.release.append(Release(request_id, tuple(request.output)))
         return True
+
+    def rewind(self, request_id: str) -> None:
+        """Take a running request's place away; it waits again and will be rebuilt from its tokens."""
+        request = self.requests[request_id]
+        self.started.pop(request_id, None)
+        request.num_computed_tokens = 0
+        request.rebuilt = 0
+
+    def preempt(self, request_id: str) -> None:
+        """`rewind` a request whose row is sound: what it computed is left to the prefix cache."""
+        self.release.append(Release(request_id, tuple(self.requests[request_id].output), final=False))
+        self.rewind(request_id)
 
     def update(self, step: Step, tokens: Iterable[int]) -> list[Outcome]:
         """Take in the tokens that a step's decode rows gave; tokens of requests that ended meanwhile are dropped."""
         outcomes: list[Outcome] = []
         for row, token in zip(step.decode, tokens, strict=True):
             request = self.requests.get(row.request_id)
-            if request is None:
+            if request is None or row.position != len(request.output):
                 continue
             request.output.append(token)
+            self._acquit(request)
             reason: Literal["stop", "length"] | None = None
             if token in request.eos_token_ids:
                 reason = "stop"
@@ -147,64 +175,205 @@ class SchedulerState:
                 self.end(row.request_id, reason)
         return outcomes
 
+    def suspect(self, request_id: str) -> None:
+        """Let a request run alone for a while: a step that it had a part in has failed. Longer each time."""
+        request = self.requests[request_id]
+        request.strikes += 1
+        request.trial = TRIAL**request.strikes
+        if request_id not in self.probation:
+            self.probation.append(request_id)
 
-def schedule(state: SchedulerState) -> Step:
+    def _acquit(self, request: Tracked) -> None:
+        if self.probation and self.probation[0] == request.request_id:
+            request.trial -= 1
+            if request.trial <= 0:
+                self.probation.pop(0)
+
+    def reserved_bytes(self) -> int:
+        """Bytes that the running sequences take, or will."""
+        return sum(self.kv.bytes(self.requests[r].reserved_tokens()) for r in self.started)
+
+
+def schedule(state: SchedulerState, lookup: Callable[[str, int], int] | None = None) -> Step:
     """The next step, and the state's counters moved on. Empty when there is nothing to do.
 
-    Every running row decodes in every step. Beside them one prompt is prefilled by one chunk, a shorter one while
-    rows decode, so that their streams keep moving. The prompt with the least left comes first; waiting makes a
-    prompt count as shorter and more urgent, and it keeps what it has earned, so that none starves.
+    Every running row decodes in every step. Beside them the step takes as many prompt tokens as its predicted time
+    allows. The prompt with the least left comes first; waiting makes a prompt count as shorter and more urgent, and
+    it keeps what it has earned, so that none starves. `lookup(request_id, limit)` says how many of a request's first
+    tokens, at most `limit`, the prefix cache holds.
     """
+    lost = _make_room(state)
     release = tuple(state.release)
     state.release.clear()
-    before = frozenset(state.started)
-    _start_one_token_prompts(state)
-    chunk = _next_chunk(state)
-    started = tuple(r for r in state.requests if r in state.started and r not in before)
-    decode = tuple(
-        DecodeRow(r.request_id, r.num_scheduled)
-        for r in state.requests.values()
-        if r.request_id in state.started and r.prefilled and r.num_scheduled < r.max_tokens
-    )
-    for row in decode:
-        state.requests[row.request_id].num_scheduled += 1
-    if release or chunk or decode:
+    plan = _Plan(state, lookup, lost)
+    plan.fill()
+    step = Step(state.step_number, release, tuple(plan.starts), tuple(plan.chunks), plan.decode())
+    if not step.empty:
         state.step_number += 1
-    return Step(state.step_number, release, chunk, decode, started)
+    return step
 
 
-def _start_one_token_prompts(state: SchedulerState) -> None:
-    """They need no prefill: they decode in this very step and take nobody's turn."""
-    waiting = [r for r in state.requests.values() if r.prefilled and r.request_id not in state.started]
-    for request in sorted(waiting, key=_order(state)):
+def load_of(state: SchedulerState, step: Step) -> Load:
+    """What a step computes, for Pace. Right after `schedule` gave it."""
+    decoding = [state.requests[row.request_id] for row in step.decode if row.request_id in state.requests]
+    pairs = sum((c.end - c.start) * (c.start + c.end) // 2 for c in step.prefill)
+    pairs += sum(r.prompt_length + r.num_scheduled for r in decoding)
+    forwards = int(bool(step.prefill or step.decode)) if state.fused else len(step.prefill) + bool(step.decode)
+    return Load(forwards, sum(c.end - c.start for c in step.prefill), len(step.decode), pairs)
+
+
+def _make_room(state: SchedulerState) -> set[str]:
+    """Take places away while the running sequences outgrow their memory: the least urgent, latest come goes first."""
+    lost: set[str] = set()
+    if state.kv_limit is None:
+        return lost
+    while len(state.started) > 1 and state.reserved_bytes() > state.kv_limit:
+        victim = min((state.requests[r] for r in state.started), key=lambda r: (r.priority, -r.arrival))
+        state.preempt(victim.request_id)
+        lost.add(victim.request_id)
+    return lost
+
+
+class _Plan:
+    """One step in the making."""
+
+    def __init__(self, state: SchedulerState, lookup: Callable[[str, int], int] | None, excluded: set[str]) -> None:
+        self.state = state
+        self.lookup = lookup
+        alone = state.probation[0] if state.probation else None
+        self.requests = [
+            r for name, r in state.requests.items() if name not in excluded and (alone is None or name == alone)
+        ]
+        self.starts: list[Start] = []
+        self.chunks: list[PrefillChunk] = []
+        self.live = [r for r in self.requests if r.request_id in state.started and r.prefilled]
+        self.computed = {r.request_id: r.num_computed_tokens for r in self.requests}
+        """Before this step: what a follower may take from its leader."""
+        self.reserved = 0 if state.kv_limit is None else state.reserved_bytes()
+
+    def decode(self) -> tuple[DecodeRow, ...]:
+        """One token for every row that has more to make."""
+        rows = [r for r in self.live if r.num_scheduled < r.max_tokens]
+        made = tuple(DecodeRow(r.request_id, r.num_scheduled) for r in rows)
+        for r in rows:
+            r.num_scheduled += 1
+        return made
+
+    def fill(self) -> None:
+        """Start requests and give them prompt chunks while places, memory and time last."""
+        order = self._order()
+        waiting = [r for r in self.requests if not (r.request_id in self.state.started and r.prefilled)]
+        ready = [r for r in waiting if not self._blocked(r)]
+        # What needs no prefill decodes in this very step and takes nobody's turn.
+        ready.sort(key=lambda r: (self._expected(r) > 0, order(r)))
+        given: set[str] = set()
+        full = False
+        for request in ready:
+            if not request.prefilled and self._room_for(request) < 1:
+                break
+            if request.request_id not in self.state.started:
+                # Memory goes to the first in line, so that many small ones don't keep a large one out for good.
+                full = full or not self._start(request)
+                if full:
+                    continue
+            if not request.prefilled:
+                given.add(request.request_id)
+                self._add_chunk(request, max(1, self._room_for(request)))
+            if request.prefilled:
+                self.live.append(request)
+            if self.chunks and not self.state.fused:
+                break
+        total = sum(c.end - c.start for c in self.chunks)
+        for request in waiting:
+            if request.request_id not in given:
+                request.waited += total
+
+    def _expected(self, request: Tracked) -> int:
+        """Prompt tokens left to compute, as far as is known before it starts."""
+        if request.num_computed_tokens:
+            return request.remaining_prefill
+        given = request.hint if self._leader(request) is None else max(request.hint, request.shared)
+        return max(0, request.remaining_prefill - given)
+
+    def _blocked(self, request: Tracked) -> bool:
+        """Another is about to compute what this one needs."""
+        leader = self._leader(request)
+        return leader is not None and self.computed[leader.request_id] < request.shared
+
+    def _leader(self, request: Tracked) -> Tracked | None:
+        if request.leader is None or request.request_id in self.state.started:
+            return None
+        leader = self.state.requests.get(request.leader)
+        if leader is None or request.leader not in self.computed:
+            return None
+        return leader
+
+    def _order(self) -> Callable[[Tracked], tuple[int, int, int]]:
+        """The sort key of requests that want a turn, the smallest first. A leader is as urgent as its followers."""
+        urgency: dict[str, int] = {}
+        left: dict[str, int] = {}
+        for r in self.requests:
+            if self._blocked(r) and r.leader is not None:
+                urgency[r.leader] = max(urgency.get(r.leader, r.priority), r.priority)
+                needed = r.shared - self.computed[r.leader]
+                left[r.leader] = min(left.get(r.leader, needed), needed)
+
+        def key(r: Tracked) -> tuple[int, int, int]:
+            priority = max(r.priority, urgency.get(r.request_id, r.priority)) + r.waited // PRIORITY_AGING
+            remaining = min(self._expected(r), left.get(r.request_id, 1 << 62))
+            return (-priority, remaining - r.waited // AGING, r.arrival)
+
+        return key
+
+    def _start(self, request: Tracked) -> bool:
+        """Give the request a place, with what is computed of it already. False when there is no place or memory."""
+        state = self.state
         if len(state.started) >= state.max_num_seqs:
-            return
-        state.started.add(request.request_id)
+            return False
+        need = 0 if state.kv_limit is None else state.kv.bytes(request.reserved_tokens())
+        # One sequence may always run: whether it fits at all was checked on arrival.
+        if state.kv_limit is not None and state.started and self.reserved + need > state.kv_limit:
+            return False
+        self.reserved += need
+        output = tuple(request.output)
+        request.rebuilt = len(output)
+        request.num_scheduled = len(output)
+        limit = request.prompt_length + request.rebuilt - 1
+        cached = self.lookup(request.request_id, limit) if self.lookup else 0
+        source = None
+        leader = self._leader(request)
+        shared = min(request.shared, limit)
+        if leader is not None and not self.state.needs_checkpoints and shared >= cached + MIN_SHARED:
+            cached, source = shared, leader.request_id
+        request.num_computed_tokens = cached
+        state.started[request.request_id] = None
+        self.starts.append(Start(request.request_id, cached, source, output))
+        return True
 
+    def _room_for(self, request: Tracked) -> int:
+        """Prompt tokens of this request that the step has time for; 0 when it isn't worth a start."""
+        state = self.state
+        tokens = sum(c.end - c.start for c in self.chunks)
+        rows = len(self.live)
+        contexts = sum(r.prompt_length + r.num_scheduled for r in self.live)
+        pairs = contexts + sum((c.end - c.start) * (c.start + c.end) // 2 for c in self.chunks)
+        quiet = state.pace.seconds(Load(1, 0, rows, contexts))
+        if rows:
+            seconds = max(STALL * quiet, STALL_FLOOR_S)
+        else:
+            seconds = max(ALONE_FORWARDS * quiet, ALONE_S)
+        beside = Load(1 if state.fused else 1 + bool(rows), tokens, rows, pairs)
+        size = state.pace.tokens_within(seconds, beside, request.num_computed_tokens)
+        if not self.chunks:
+            size = max(size, MIN_CHUNK)
+        elif size < min(MIN_CHUNK, request.remaining_prefill):
+            return 0
+        return min(size, state.prefill_chunk - tokens)
 
-def _order(state: SchedulerState) -> Callable[[Tracked], tuple[int, int, int]]:
-    """The sort key of requests that want a turn: the smallest goes first."""
-
-    def key(r: Tracked) -> tuple[int, int, int]:
-        urgency = r.priority + r.waited // PRIORITY_AGING
-        return (-urgency, r.remaining_prefill - r.waited * state.prefill_chunk // AGING_CHUNKS, r.arrival)
-
-    return key
-
-
-def _next_chunk(state: SchedulerState) -> PrefillChunk | None:
-    candidates = [r for r in state.requests.values() if r.request_id in state.started and not r.prefilled]
-    if len(state.started) < state.max_num_seqs:
-        candidates += [r for r in state.requests.values() if r.request_id not in state.started and not r.prefilled]
-    if not candidates:
-        return None
-    chosen = min(candidates, key=_order(state))
-    for r in candidates:
-        r.waited += r is not chosen
-    state.started.add(chosen.request_id)
-    decoding = any(r.prefilled and r.request_id in state.started for r in state.requests.values())
-    size = max(1, state.prefill_chunk // 4) if decoding else state.prefill_chunk
-    start = chosen.num_computed_tokens
-    end = min(chosen.prompt_length - 1, start + size)
-    chosen.num_computed_tokens = end
-    return PrefillChunk(chosen.request_id, start, end)
+    def _add_chunk(self, request: Tracked, size: int) -> None:
+        start = request.num_computed_tokens
+        end = min(start + size, start + request.remaining_prefill)
+        cut = next((b for b in request.boundaries if start < b <= end), None)
+        end = end if cut is None else cut
+        request.num_computed_tokens = end
+        self.chunks.append(PrefillChunk(request.request_id, start, end, checkpoint=cut is not None))

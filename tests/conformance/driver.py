@@ -5,38 +5,34 @@ Everything goes through `Runner.admit` and `Runner.launch`, the calls the worker
 
 from __future__ import annotations
 
+import unittest.mock
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlxinfer.engine.runner import RowSpec, Runner
-from mlxinfer.engine.sampling import RowSampling
-from mlxinfer.engine.scheduler import DecodeRow, PrefillChunk, Step
+from mlxinfer.engine.sampling import BatchSampler, RowSampling
+from mlxinfer.engine.steps import DecodeRow, PrefillChunk, Release, Start, Step
 from tests.conformance.reference import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Sequence as Seq
 
     from mlxinfer.engine.kv import Sequence
 
 
-class Recorder:
-    """A model that remembers the logits of its forwards; everything else is the model's own."""
+class Recorder(BatchSampler):
+    """A sampler that remembers the logits it was given."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.logits: list[mx.array] = []
+    seen: ClassVar[list[mx.array]] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        out: mx.array = self._model(*args, **kwargs)
-        self.logits.append(out)
-        return out
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    def __call__(self, logits: mx.array, uniforms: Seq[float]) -> mx.array:
+        self.seen.append(logits)
+        return super().__call__(logits, uniforms)
 
 
 @dataclass
@@ -46,6 +42,7 @@ class _Live:
     id: str
     prompt: list[int]
     joins: int
+    started: bool = False
     fed: int = 0
     tokens: list[int] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
@@ -55,8 +52,7 @@ class Engine:
     """One runner over one model. `tier` and `reason` are what the runner found out about the model."""
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
-        self._recorder = Recorder(model)
-        self._runner = Runner(self._recorder, vocab_size)  # pyright: ignore[reportArgumentType]
+        self._runner = Runner(model, vocab_size)
         self.tier, self.reason = self._runner.tier, self._runner.tier_reason
         self._steps = 0
 
@@ -93,38 +89,43 @@ class Engine:
                 fault(self._sequences(rows))
                 fault = None
             decoding = [row for row in started if row.fed >= len(row.prompt) - 1]
-            if together and filling is not None:
-                decoding = []
             if now == skip:
                 decoding = decoding[1:]
+            if together and filling is not None:
+                decoding = []
+            elif filling is not None and filling.fed + chunk >= len(filling.prompt) - 1:
+                # Its last chunk and its first token share a step, as the scheduler has it.
+                decoding = [*decoding, filling]
             self._step(release, filling, decoding, chunk)
             release = [row.id for row in decoding if len(row.tokens) == steps]
             now += 1
-        self._launch(Step(self._steps, release=tuple(row.id for row in rows)))
+        self._launch(Step(self._steps, release=tuple(Release(row.id) for row in rows)))
         return [Trace(row.tokens, np.stack(row.logits)) for row in rows]
 
     def _step(self, release: list[str], filling: _Live | None, decoding: list[_Live], chunk: int) -> None:
-        prefill = None
+        chunks: tuple[PrefillChunk, ...] = ()
         if filling is not None:
             end = min(filling.fed + chunk, len(filling.prompt) - 1)
-            prefill = PrefillChunk(filling.id, filling.fed, end)
+            chunks = (PrefillChunk(filling.id, filling.fed, end),)
             filling.fed = end
+        new = [row for row in (*decoding, *([filling] if filling else [])) if not row.started]
+        starts = tuple(dict.fromkeys(Start(row.id) for row in new))
+        for row in new:
+            row.started = True
         decode = tuple(DecodeRow(row.id, len(row.tokens)) for row in decoding)
-        tokens, logits = self._launch(Step(self._steps, tuple(release), prefill, decode))
+        gone = tuple(Release(name) for name in release)
+        tokens, logits = self._launch(Step(self._steps, gone, starts, chunks, decode))
         for row, token, row_logits in zip(decoding, tokens, logits, strict=True):
             row.tokens.append(token)
             row.logits.append(row_logits)
 
     def _launch(self, step: Step) -> tuple[list[int], list[np.ndarray]]:
         self._steps += 1
-        self._recorder.logits.clear()
-        tokens = self._runner.launch(step).read()
-        # The decode forwards come after the prefill's: one for the batch, or one for each row.
-        rows: list[np.ndarray] = []
-        for out in reversed(self._recorder.logits):
-            if len(rows) < len(tokens):
-                rows = [*np.array(out[:, -1].astype(mx.float32)), *rows]
+        Recorder.seen.clear()
+        with unittest.mock.patch("mlxinfer.engine.runner.BatchSampler", Recorder):
+            tokens = self._runner.launch(step).read()
+        rows = [row for out in Recorder.seen for row in np.array(out.astype(mx.float32))]
         return tokens, rows
 
     def _sequences(self, rows: list[_Live]) -> list[Sequence]:
-        return [self._runner._rows[row.id].sequence for row in rows]
+        return [self._runner._rows[row.id].held for row in rows]

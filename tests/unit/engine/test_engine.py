@@ -1,5 +1,6 @@
 """The engine on a tiny real model: every request ends once, whatever happens around it."""
 
+import pkgutil
 import queue
 import time
 
@@ -147,18 +148,118 @@ def test_a_full_queue_refuses_at_once_and_takes_requests_again_later(engine):
     assert collect(submit(engine, request("next")))[-1].finished == "length"
 
 
-def test_a_step_that_fails_ends_every_open_request_and_the_next_one_works(engine, caplog):
-    expected = tokens(collect(submit(engine, request("before", max_tokens=6))))
+def test_a_step_that_fails_once_costs_nobody_anything(engine, caplog):
+    expected = [reference(engine, (5, 6, 7 + i), 30) for i in range(3)]
     model = engine.runner.model
-    engine.runner.model = FailsAt(4, model)
+    engine.runner.model = FailsAt(9, model)
+    streams = [submit(engine, request(f"r{i}", (5, 6, 7 + i), max_tokens=30)) for i in range(3)]
+    for events, wanted in zip(streams, expected, strict=True):
+        got = collect(events)
+        assert got[-1].finished == "length"
+        assert tokens(got) == wanted
+    assert "planted" in caplog.text
+    assert engine.stats()["failed_steps"] == 1
+
+
+class Poisoned:
+    """A model that fails whenever the row of a certain request is in the batch."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine = engine
+        self.name = name
+        self.model = engine.runner.model
+        self.layers = self.model.layers
+
+    def __call__(self, tokens, cache=None):
+        row = self.engine.runner._rows.get(self.name)
+        held = row.sequence.layers[0] if row is not None and row.sequence is not None else None
+        if any(held in layer.rows for layer in cache[:1]):
+            raise RuntimeError("planted")
+        return self.model(tokens, cache=cache)
+
+
+def test_only_the_request_that_makes_steps_fail_fails(engine, caplog):
+    expected = [reference(engine, (5, 6, 7 + i), 40) for i in range(3)]
+    engine.runner.model = Poisoned(engine, "bad")
+    streams = [submit(engine, request(f"r{i}", (5, 6, 7 + i), max_tokens=40)) for i in range(2)]
+    bad = submit(engine, request("bad", (9, 9), max_tokens=40))
+    last = submit(engine, request("r2", (5, 6, 9), max_tokens=40))
+    error = collect(bad)[-1].error
+    assert isinstance(error, EngineError)
+    assert "planted" in str(error)
+    for events, wanted in zip([*streams, last], expected, strict=True):
+        assert tokens(collect(events)) == wanted
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+
+
+def test_an_engine_whose_every_step_fails_gives_each_request_an_error_and_recovers(engine, caplog):
+    model = engine.runner.model
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    engine.runner.model = broken
     streams = [submit(engine, request(f"r{i}", max_tokens=50)) for i in range(3)]
     for events in streams:
-        last = collect(events)[-1]
-        assert isinstance(last.error, EngineError)
-        assert "planted" in str(last.error)
+        assert isinstance(collect(events)[-1].error, EngineError)
     engine.runner.model = model
-    assert tokens(collect(submit(engine, request("after", max_tokens=6)))) == expected
+    assert tokens(collect(submit(engine, request("after", max_tokens=6)))) == reference(engine, (5, 6, 7), 6)
     assert engine.thread.alive
+
+
+CALL_SITES = [
+    ("mlxinfer.engine.engine.schedule", None),
+    ("mlxinfer.engine.engine.load_of", None),
+    ("mlxinfer.engine.runner.Runner.launch", None),
+    ("mlxinfer.engine.runner.Runner._start", None),
+    ("mlxinfer.engine.runner.Runner._release", None),
+    ("mlxinfer.engine.runner.Runner._mixed", None),
+    ("mlxinfer.engine.runner.Runner._decode", None),
+    ("mlxinfer.engine.runner.Runner._settle", None),
+    ("mlxinfer.engine.runner.Launched.read", None),
+    ("mlxinfer.engine.runner._uniforms", None),
+    ("mlxinfer.engine.ragged.Batch.begin", None),
+    ("mlxinfer.engine.ragged.attend", None),
+    ("mlxinfer.engine.sampling.BatchSampler.__call__", None),
+    ("mlxinfer.engine.scheduler.SchedulerState.update", None),
+    ("mlxinfer.engine.pace.Pace.observe", None),
+    ("mlxinfer.engine.governor.Governor.kv_limit", None),
+    ("mlxinfer.engine.governor.Governor.balance", None),
+    ("mlxinfer.engine.prefix_store.PrefixStore.lookup", None),
+    ("mlxinfer.engine.prefix_store.PrefixStore.restore", None),
+    ("mlxinfer.engine.prefix_store.PrefixStore.save", None),
+    ("mlxinfer.engine.kv.SeqKV.append", None),
+]
+
+
+@pytest.mark.parametrize("site", [site for site, _ in CALL_SITES])
+@pytest.mark.parametrize("nth", [1, 2, 7])
+def test_an_exception_at_any_call_of_the_engine_costs_no_request_its_text(engine, caplog, monkeypatch, site, nth):
+    prompts = [[i + 3 for i in range(n)] for n in (2, 9, 30, 17)]
+    expected = [reference(engine, p, 12) for p in prompts]
+    owner_path, _, name = site.rpartition(".")
+    owner = pkgutil.resolve_name(owner_path)
+    original = getattr(owner, name)
+    left = [nth]
+
+    def sometimes(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("planted")
+        return original(*args, **kwargs)
+
+    collect(submit(engine, request("before", prompts[0], max_tokens=3)))
+    monkeypatch.setattr(owner, name, sometimes)
+    streams = [submit(engine, request(f"r{i}", p, max_tokens=12)) for i, p in enumerate(prompts)]
+    for events, wanted in zip(streams, expected, strict=True):
+        got = collect(events)
+        assert got[-1].finished == "length", got[-1].error
+        assert tokens(got) == wanted
+    again = [submit(engine, request(f"a{i}", p, max_tokens=12)) for i, p in enumerate(prompts)]
+    for events, wanted in zip(again, expected, strict=True):
+        assert tokens(collect(events)) == wanted
+    assert left[0] <= 0, "the call was made"
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
 
 
 def test_a_request_that_cannot_be_admitted_fails_alone(engine, caplog):

@@ -1,0 +1,136 @@
+"""Who may take how much memory: weights, running sequences and idle prefixes of all models in this process.
+
+What is spare goes to idle prefixes; they give way first, then a request waits for its turn, and one that could never
+run is refused. The figures are what arrays take; a share of the budget is kept free for what a step computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from mlxinfer import runtime
+from mlxinfer.errors import WontFitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HEADROOM = 0.08
+"""Share of the budget for activations, mlx's own buffers and everything else that isn't counted."""
+
+
+class Member(Protocol):
+    """An engine, as the governor sees it."""
+
+    weight_bytes: int
+
+    def reserved_bytes(self) -> int:
+        """What its running sequences take, or will."""
+        ...
+
+    def cached_bytes(self) -> int:
+        """What its idle prefixes take."""
+        ...
+
+    def shrink_cache(self, max_bytes: int) -> None:
+        """Hold at most this much for idle prefixes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    """Bytes at this moment."""
+
+    budget: int
+    weights: int
+    kv: int
+    """Reserved by running sequences."""
+    prefix_cache: int
+
+    @property
+    def free(self) -> int:
+        return self.budget - self.weights - self.kv - self.prefix_cache
+
+
+class Governor:
+    """Shares out the budget. Members join and ask on the MLX thread; `figures` may be asked from any thread."""
+
+    def __init__(self, budget: int | None = None) -> None:
+        self._own = budget
+        self._members: list[Member] = []
+        self.budget = 0
+        """Bytes for weights, sequences and prefixes together."""
+        self._measure()
+        self.on_pressure: Callable[[int], None] | None = None
+        """Told, from the MLX thread, how many bytes are wanted that idle models hold; it must return at once."""
+
+    def _measure(self) -> None:
+        self.budget = int((runtime.memory().budget if self._own is None else self._own) * (1 - HEADROOM))
+
+    def set_budget(self, budget: int | None) -> None:
+        """A limit of the user's own, in bytes; None goes back to the machine's."""
+        self._own = budget
+        self._measure()
+
+    def join(self, member: Member) -> None:
+        self._measure()
+        self._members.append(member)
+
+    def leave(self, member: Member) -> None:
+        if member in self._members:
+            self._members.remove(member)
+
+    def kv_limit(self, member: Member) -> int:
+        """Bytes that the member's running sequences may take, if every idle prefix gives way."""
+        others = sum(m.reserved_bytes() for m in self._members if m is not member)
+        return max(0, self.budget - self._weights() - others)
+
+    def check_fits(self, member: Member, needed: int, what: str) -> None:
+        """Raise WontFitError when a sequence of `needed` bytes can't run even with everything else idle."""
+        room = self.budget - member.weight_bytes
+        if needed > room:
+            raise WontFitError(
+                f"{what} needs {needed / 2**30:.2f} GiB for its context and {max(0, room) / 2**30:.2f} GiB are there "
+                "beside the model; shorten the prompt, lower max_tokens or serve the model with a smaller context"
+            )
+
+    def balance(self, member: Member) -> None:
+        """Make room for what the member's sequences reserve: idle prefixes shrink, those of the others first."""
+        spare = self.budget - self._weights() - sum(m.reserved_bytes() for m in self._members)
+        cached = sum(m.cached_bytes() for m in self._members)
+        for other in [*(m for m in self._members if m is not member), member]:
+            over = cached - max(0, spare)
+            held = other.cached_bytes()
+            if other is member:
+                other.shrink_cache(max(0, spare - (cached - held)))
+            elif over > 0 and held:
+                other.shrink_cache(max(0, held - over))
+                cached -= held - other.cached_bytes()
+        if spare < 0 and self.on_pressure is not None:
+            self.on_pressure(-spare)
+
+    def _weights(self) -> int:
+        return sum(m.weight_bytes for m in self._members)
+
+    def figures(self) -> MemoryFigures:
+        members = list(self._members)
+        return MemoryFigures(
+            budget=self.budget,
+            weights=sum(m.weight_bytes for m in members),
+            kv=sum(m.reserved_bytes() for m in members),
+            prefix_cache=sum(m.cached_bytes() for m in members),
+        )
+
+
+_lock = threading.Lock()
+_governor: Governor | None = None
+
+
+def governor() -> Governor:
+    """The governor of this process."""
+    global _governor
+    with _lock:
+        if _governor is None:
+            _governor = Governor()
+        return _governor

@@ -1,0 +1,102 @@
+"""How long a step will take: a small linear model, fitted while the engine runs.
+
+seconds = a · forwards + b · prompt tokens + c · decode rows + d · (query, key) pairs, none of them negative. Old
+steps are forgotten, so the model follows a machine that gets busy or hot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+FORGET = 0.95
+"""Weight of the past at each new step: about the last 20 steps count."""
+SCALES = (1.0, 64.0, 8.0, 65536.0)
+"""Typical sizes of the four features, so that one sweep of the solver treats them alike."""
+SWEEPS = 12
+PRIORS = ((1.0, -24 / 64, 0.0, 0.0), (0.0, -8 / 64, 1.0, 0.0))
+"""A forward costs about as much as 24 prompt tokens, a row as one: a belief with little weight, which tells the
+features apart where the observed steps don't, say when all chunks have the same size."""
+PRIOR_WEIGHT = 0.02
+TRUST = 2
+"""No chunk is more than this many times as large as those that were seen: beyond, the line is a guess."""
+FIRST_CHUNK = 32
+"""Prompt tokens to try when nothing is known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step computes."""
+
+    forwards: int
+    tokens: int
+    """Prompt tokens."""
+    rows: int
+    """Decode rows."""
+    pairs: int
+    """Keys looked at, summed over all prompt tokens and decode rows."""
+
+
+def _zeros() -> list[float]:
+    return [0.0] * len(SCALES)
+
+
+def _matrix() -> list[list[float]]:
+    return [_zeros() for _ in SCALES]
+
+
+@dataclass(slots=True)
+class Pace:
+    """Predicts steps. `observe` each finished one."""
+
+    _a: list[list[float]] = field(default_factory=_matrix)
+    _b: list[float] = field(default_factory=_zeros)
+    _cost: list[float] = field(default_factory=_zeros)
+    """Seconds per scaled unit of each feature."""
+    observed: int = 0
+    _largest: float = 0.0
+    """The largest number of prompt tokens in a recent step."""
+
+    def observe(self, load: Load, seconds: float) -> None:
+        """Take in what a step of this load took."""
+        if seconds <= 0 or not load.forwards:
+            return
+        x = [f / s for f, s in zip((load.forwards, load.tokens, load.rows, load.pairs), SCALES, strict=True)]
+        # Errors count relative to the step's length. A step that was noticed late makes the next one look short: such
+        # a one must not weigh more than what was expected of it.
+        weight = 1 / max(seconds, self.seconds(load)) ** 2
+        for i, row in enumerate(self._a):
+            for j in range(len(row)):
+                belief = sum(prior[i] * prior[j] for prior in PRIORS)
+                row[j] = row[j] * FORGET + weight * (x[i] * x[j] + PRIOR_WEIGHT * belief)
+            self._b[i] = self._b[i] * FORGET + weight * x[i] * seconds
+        self.observed += 1
+        self._largest = max(float(load.tokens), self._largest * FORGET)
+        self._solve()
+
+    def _solve(self) -> None:
+        """Non-negative least squares by coordinate descent from the last solution."""
+        cost = self._cost
+        for _ in range(SWEEPS):
+            for i, row in enumerate(self._a):
+                if row[i] > 0:
+                    rest = sum(row[j] * cost[j] for j in range(len(cost)) if j != i)
+                    cost[i] = max(0.0, (self._b[i] - rest) / row[i])
+
+    def seconds(self, load: Load) -> float:
+        """The predicted length of a step; 0 while nothing is known."""
+        x = (load.forwards, load.tokens, load.rows, load.pairs)
+        return sum(c * f / s for c, f, s in zip(self._cost, x, SCALES, strict=True))
+
+    def tokens_within(self, seconds: float, beside: Load, context: int) -> int:
+        """Prompt tokens after `context` others that fit into a step of `seconds` beside what it computes already."""
+        if not self.observed:
+            return max(0, FIRST_CHUNK - beside.tokens)
+        left = seconds - self.seconds(beside)
+        if left <= 0:
+            return 0
+        per_token = self._cost[1] / SCALES[1]
+        per_pair = self._cost[3] / SCALES[3]
+        # The tokens see each other as well: one refinement is enough.
+        first = left / max(per_token + per_pair * context, 1e-9)
+        size = int(left / max(per_token + per_pair * (context + min(first, 4096.0) / 2), 1e-9))
+        return min(size, max(FIRST_CHUNK, TRUST * int(self._largest)))

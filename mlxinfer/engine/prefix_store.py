@@ -1,0 +1,173 @@
+"""The prefix cache as the engine uses it: sequences in, sequences out, over a tree of spans and checkpoints.
+
+A span holds the keys and values of some positions for every layer that keeps all of them. A checkpoint holds what the
+other layers (sliding windows, recurrent states) remember at one position. On the MLX thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mlxinfer.engine.kv import STEP, SeqKV, Sequence
+from mlxinfer.engine.prefix import PrefixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as Seq
+
+
+@dataclass(slots=True)
+class Span:
+    """Keys and values of `length` positions. `layers[i]` are the buffers of plain leaf i, tokens along axis 2.
+
+    The buffers may be longer than `length`: what a sequence leaves is kept as it is, spare room included.
+    """
+
+    layers: list[list[mx.array]]
+    length: int
+
+    def part(self, start: int, end: int) -> Span:
+        """A copy of the positions `start` to `end` that keeps nothing else alive."""
+        layers = [[mx.contiguous(b[..., start:end, :]) for b in buffers] for buffers in self.layers]
+        mx.async_eval(layers)
+        return Span(layers, end - start)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for buffers in self.layers for b in buffers)
+
+
+@dataclass(slots=True)
+class State:
+    """What the stateful leaves remember at one position, leaf by leaf."""
+
+    leaves: list[Any] = field(default_factory=list[Any])
+    nbytes: int = 0
+
+
+class _Ops:
+    """How the tree cuts and counts spans and states."""
+
+    def cut(self, span: Span, at: int) -> tuple[Span, Span]:
+        return span.part(0, at), span.part(at, span.length)
+
+    def span_nbytes(self, span: Span) -> int:
+        return span.nbytes
+
+    def state_nbytes(self, state: State) -> int:
+        return state.nbytes
+
+
+class PrefixStore:
+    """What finished sequences leave for those that begin alike. `needs_state`: only checkpoints can be taken up."""
+
+    def __init__(self, *, needs_state: bool, max_bytes: int) -> None:
+        self.needs_state = needs_state
+        self.tree: PrefixTree[Span, State] = PrefixTree(_Ops(), needs_state=needs_state, max_bytes=max_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tree.nbytes
+
+    def lookup(self, key: str, tokens: Seq[int], limit: int, *, count: bool = True) -> int:
+        """How many of the first `limit` tokens can be restored."""
+        return self.tree.lookup(key, tokens, limit, count=count)
+
+    def restore(self, sequence: Sequence, key: str, tokens: Seq[int], length: int) -> None:
+        """Fill an empty sequence with the first `length` tokens; `length` is what `lookup` said.
+
+        What only this sequence goes on with is moved out of the cache, not copied.
+        """
+        hit = self.tree.take(key, tokens, length, move=not self.needs_state)
+        for index, leaf in enumerate(sequence.plain()):
+            parts = [span.layers[index] for span in hit.spans]
+            leaf.load(parts[0] if len(parts) == 1 else _joined(parts, [s.length for s in hit.spans]), 0, length)
+        if hit.state is not None:
+            for leaf, held in zip(sequence.stateful(), hit.state.leaves, strict=True):
+                _restore_leaf(leaf, held)
+        sequence.length = length
+
+    def save(self, sequence: Sequence, key: str, tokens: Seq[int]) -> None:
+        """Take over what a sequence that ends holds for `tokens`."""
+        states = self._state_at(sequence, len(tokens))
+        plain = sequence.plain()
+
+        def span(start: int, end: int) -> Span:
+            whole = Span([leaf.buffers() for leaf in plain], end)
+            spare = max((b.shape[2] for buffers in whole.layers for b in buffers), default=end) - end
+            return whole if start == 0 and spare <= STEP else whole.part(start, end)
+
+        if sequence.length >= len(tokens) > 0 and (states or not self.needs_state):
+            self.tree.insert(key, tokens, span, states)
+
+    def checkpoint(self, sequence: Sequence, key: str, tokens: Seq[int]) -> None:
+        """Remember a running sequence's state after `tokens`, so that others can go on from there."""
+        states = self._state_at(sequence, len(tokens))
+        whole = Span([leaf.buffers() for leaf in sequence.plain()], sequence.length)
+        if states:
+            self.tree.insert(key, tokens, whole.part, states)
+
+    def _state_at(self, sequence: Sequence, position: int) -> dict[int, State]:
+        """{position: checkpoint}, or nothing where the sequence has gone too far past it."""
+        if not self.needs_state:
+            return {}
+        leaves = [_saved_leaf(leaf, sequence.length, position) for leaf in sequence.stateful()]
+        if any(leaf is None for leaf in leaves):
+            return {}
+        arrays = list(_arrays(leaves))
+        mx.async_eval(arrays)
+        return {position: State(leaves, sum(a.nbytes for a in arrays))}
+
+    def shrink(self, max_bytes: int) -> None:
+        """Hold at most `max_bytes` from now on."""
+        self.tree.max_bytes = max(0, max_bytes)
+        self.tree.evict(self.tree.nbytes - self.tree.max_bytes)
+
+    def clear(self) -> None:
+        self.tree.clear()
+
+
+def _joined(parts: list[list[mx.array]], lengths: list[int]) -> list[mx.array]:
+    """The buffers of several spans one after the other, with room to grow."""
+    total = sum(lengths)
+    spare = -(-(total + 1) // STEP) * STEP - total
+    joined: list[mx.array] = []
+    for pieces in zip(*parts, strict=True):
+        held = [piece[..., :n, :] for piece, n in zip(pieces, lengths, strict=True)]
+        shape = (*held[0].shape[:2], spare, held[0].shape[3])
+        joined.append(mx.concatenate([*held, mx.zeros(shape, held[0].dtype)], axis=2))
+    return joined
+
+
+def _saved_leaf(leaf: Any, length: int, position: int) -> Any:
+    """What a leaf remembers at `position`; None when it can't tell any more."""
+    if isinstance(leaf, SeqKV):
+        end = leaf.end - (length - position)
+        # A window that has moved on can go back by its slack only.
+        sound = leaf.keys is not None and leaf.start <= max(0, end - (leaf.window or 1) + 1)
+        return (leaf.buffers(), leaf.start, end) if sound else None
+    if length != position:
+        return None
+    if hasattr(leaf, "cache"):
+        return list(leaf.cache)
+    return (leaf.state, leaf.meta_state)
+
+
+def _restore_leaf(leaf: Any, held: Any) -> None:
+    if isinstance(leaf, SeqKV):
+        leaf.load(list(held[0]), held[1], held[2])
+    elif hasattr(leaf, "cache"):
+        leaf.cache = list(held)
+    else:
+        leaf.state, leaf.meta_state = held
+
+
+def _arrays(value: Any) -> Iterable[mx.array]:
+    if isinstance(value, mx.array):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _arrays(part)
