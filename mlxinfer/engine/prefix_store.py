@@ -98,7 +98,8 @@ class PrefixStore:
         def span(start: int, end: int) -> Span:
             whole = Span([leaf.buffers() for leaf in plain], end)
             spare = max((b.shape[2] for buffers in whole.layers for b in buffers), default=end) - end
-            return whole if start == 0 and spare <= STEP else whole.part(start, end)
+            # As it is, without a copy, unless most of it is room to grow.
+            return whole if start == 0 and spare * 4 <= end else whole.part(start, end)
 
         if sequence.length >= len(tokens) > 0 and (states or not self.needs_state):
             self.tree.insert(key, tokens, span, states)
