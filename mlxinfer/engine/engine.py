@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mlxinfer.engine.governor import Governor, governor
 from mlxinfer.engine.memory import RESERVE_TOKENS
 from mlxinfer.engine.prefix_node import shared_length
-from mlxinfer.engine.prefix_store import PrefixStore
+from mlxinfer.engine.prefix_store import PrefixStore, can_restore
 from mlxinfer.engine.scheduler import MIN_SHARED, SchedulerState, Tracked, load_of, schedule
 from mlxinfer.errors import EngineClosedError, EngineError, MlxinferError, QueueFullError, WontFitError
 from mlxinfer.types import FinishReason, Timings, Usage
@@ -98,7 +98,7 @@ class Engine:
         self.prefix_bytes = prefix_bytes
         self.memory = memory or governor()
         self._reserved = 0
-        if prefix_bytes != 0:
+        if prefix_bytes != 0 and can_restore(runner):
             runner.prefixes = PrefixStore(needs_state=runner.needs_checkpoints, max_bytes=0)
         self.max_queue = max_queue
         self.state = SchedulerState(
@@ -120,8 +120,7 @@ class Engine:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.failed_steps = 0
-        self.memory.join(self)
-        self.memory.balance(self)
+        self._joined = False
 
     # -- from any thread -------------------------------------------------------------------------------------------
 
@@ -149,6 +148,11 @@ class Engine:
 
     def step(self) -> bool:
         """Launch the next step, then take in the one before. False when there was nothing to do."""
+        if not self._joined:
+            # Here, not when it is made: an engine whose load is cut off at its end never steps.
+            self._joined = True
+            self.memory.join(self)
+            self.memory.balance(self)
         try:
             return self._step()
         except Exception as error:

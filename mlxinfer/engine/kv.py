@@ -96,9 +96,16 @@ class SeqKV:
         """What it holds, tokens along axis 2; empty before the first append."""
         return [] if self.keys is None or self.values is None else [self.keys, self.values]
 
+    def shared(self) -> list[mx.array]:
+        """The buffers for someone else to keep. Without a copy: mlx makes one when either side is written to.
+
+        New array objects, because an assignment to a slice changes the object it is made to.
+        """
+        return [buffer[...] for buffer in self.buffers()]
+
     def load(self, buffers: list[mx.array], start: int, end: int) -> None:
-        """Take over `buffers` that hold the positions `start` to `end`. They may be shared: mlx copies on write."""
-        self.keys, self.values = buffers
+        """Take over `buffers` that hold the positions `start` to `end`. They may be shared: see `shared`."""
+        self.keys, self.values = [buffer[...] for buffer in buffers]
         self.start, self.end = start, end
 
 

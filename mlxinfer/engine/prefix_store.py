@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as Seq
 
+    from mlxinfer.engine.runner import Runner
+
 
 @dataclass(slots=True)
 class Span:
@@ -96,7 +98,7 @@ class PrefixStore:
         plain = sequence.plain()
 
         def span(start: int, end: int) -> Span:
-            whole = Span([leaf.buffers() for leaf in plain], end)
+            whole = Span([leaf.shared() for leaf in plain], end)
             spare = max((b.shape[2] for buffers in whole.layers for b in buffers), default=end) - end
             # As it is, without a copy, unless most of it is room to grow.
             return whole if start == 0 and spare * 4 <= end else whole.part(start, end)
@@ -107,7 +109,7 @@ class PrefixStore:
     def checkpoint(self, sequence: Sequence, key: str, tokens: Seq[int]) -> None:
         """Remember a running sequence's state after `tokens`, so that others can go on from there."""
         states = self._state_at(sequence, len(tokens))
-        whole = Span([leaf.buffers() for leaf in sequence.plain()], sequence.length)
+        whole = Span([leaf.shared() for leaf in sequence.plain()], sequence.length)
         if states:
             self.tree.insert(key, tokens, whole.part, states)
 
@@ -131,6 +133,23 @@ class PrefixStore:
         self.tree.clear()
 
 
+def can_restore(runner: Runner) -> bool:
+    """Whether a sequence of this model goes on the same from a checkpoint: not every cache of mlx-lm's can be set."""
+    whole, again = runner.new_sequence(), runner.new_sequence()
+    runner.forward([whole], [[0, 1, 0]])
+    try:
+        held = [_saved_leaf(leaf, whole.length, whole.length) for leaf in whole.stateful()]
+        for leaf, state in zip(again.stateful(), held, strict=True):
+            _restore_leaf(leaf, state)
+        for mine, theirs in zip(again.plain(), whole.plain(), strict=True):
+            mine.load(theirs.shared(), 0, whole.length)
+        again.length = whole.length
+        ours, theirs = (runner.forward([sequence], [[1]]) for sequence in (again, whole))
+        return bool(mx.allclose(ours, theirs, rtol=1e-3, atol=1e-3).item())
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
+        return False
+
+
 def _joined(parts: list[list[mx.array]], lengths: list[int]) -> list[mx.array]:
     """The buffers of several spans one after the other, with room to grow."""
     total = sum(lengths)
@@ -149,21 +168,26 @@ def _saved_leaf(leaf: Any, length: int, position: int) -> Any:
         end = leaf.end - (length - position)
         # A window that has moved on can go back by its slack only.
         sound = leaf.keys is not None and leaf.start <= max(0, end - (leaf.window or 1) + 1)
-        return (leaf.buffers(), leaf.start, end) if sound else None
+        return (leaf.shared(), leaf.start, end) if sound else None
     if length != position:
         return None
-    if hasattr(leaf, "cache"):
-        return list(leaf.cache)
-    return (leaf.state, leaf.meta_state)
+    return _fresh(leaf.state)
 
 
 def _restore_leaf(leaf: Any, held: Any) -> None:
     if isinstance(leaf, SeqKV):
         leaf.load(list(held[0]), held[1], held[2])
-    elif hasattr(leaf, "cache"):
-        leaf.cache = list(held)
     else:
-        leaf.state, leaf.meta_state = held
+        leaf.state = _fresh(held)
+
+
+def _fresh(value: Any) -> Any:
+    """The same state in new array objects: in-place changes of the one don't show in the other."""
+    if isinstance(value, mx.array):
+        return value[...]
+    if isinstance(value, list | tuple):
+        return type(value)(_fresh(part) for part in value)
+    return value
 
 
 def _arrays(value: Any) -> Iterable[mx.array]:

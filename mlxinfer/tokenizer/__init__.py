@@ -2,5 +2,6 @@
 
 from mlxinfer.tokenizer.text import Detokenizer, StopMatcher
 from mlxinfer.tokenizer.tokenizer import Tokenizer
+from mlxinfer.tokenizer.turns import message_starts, turn_tokens
 
-__all__ = ["Detokenizer", "StopMatcher", "Tokenizer"]
+__all__ = ["Detokenizer", "StopMatcher", "Tokenizer", "message_starts", "turn_tokens"]

@@ -142,6 +142,10 @@ class Tokenizer:
         """The vocabulary's own spelling of a token; None beyond the vocabulary."""
         return self._backend.id_to_token(token_id)
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is a control token that text can't spell."""
+        return token_id in self._special_ids
+
     def render_chat(
         self,
         messages: Sequence[Message],

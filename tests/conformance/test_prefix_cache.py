@@ -1,0 +1,171 @@
+"""With the prefix cache a reply is the same as without, for every way a model can remember."""
+
+from __future__ import annotations
+
+import queue
+import unittest.mock
+
+import pytest
+
+from mlxinfer.engine.engine import Engine, Event, Request
+from mlxinfer.engine.governor import Governor
+from mlxinfer.engine.runner import RowSpec, Runner
+from mlxinfer.engine.sampling import RowSampling
+from mlxinfer.engine.worker import mlx_thread
+from mlxinfer.upstream import make_cache
+from tests.conformance.configs.base import VOCAB
+from tests.conformance.examine import tiny_model
+from tests.conformance.reference import reference
+
+CASES = {
+    "llama": "plain keys and values",
+    "qwen3_moe": "experts",
+    "gemma3_text": "sliding windows",
+    "gpt_oss": "sinks and sliding windows",
+    "gemma3n": "layers that share keys",
+    "qwen3_next": "a hybrid",
+    "mamba2": "recurrent only",
+    "lfm2": "short convolutions",
+    "deepseek_v3": "latent attention",
+    "deepseek_v32": "latent attention with an index",
+    "gemma2": "soft capped attention",
+    "llama4": "chunked attention",
+}
+
+
+def vocabulary(case: str) -> int:
+    from tests.conformance.examine import _vocab
+
+    return _vocab(case)
+
+
+def engine_of(model, case: str, *, prefix_bytes: int | None = None) -> Engine:
+    thread = mlx_thread()
+
+    def make() -> Engine:
+        runner = Runner(model, vocabulary(case))
+        engine = Engine(
+            thread,
+            runner,
+            max_num_seqs=4,
+            max_queue=32,
+            prefill_chunk=16,
+            prefix_bytes=prefix_bytes,
+            memory=Governor(1 << 32),
+        )
+        thread.attach(engine)
+        return engine
+
+    return thread.call(make)
+
+
+def submit(engine: Engine, name: str, prompt: list[int], *, tokens: int, starts: tuple[int, ...] = ()):
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    spec = RowSpec(name, tuple(prompt), RowSampling(temperature=0.0), 1)
+    engine.submit(Request(spec, tokens, frozenset(), boundaries=starts), events.put)
+    return events
+
+
+def collect(events) -> tuple[list[int], int]:
+    """The tokens of a reply, and how many of its prompt were cached."""
+    tokens: list[int] = []
+    while True:
+        event = events.get(timeout=60)
+        assert event.error is None, event.error
+        if event.token is not None:
+            tokens.append(event.token)
+        if event.finished is not None:
+            return tokens, event.usage.cached_tokens
+
+
+def text(seed: int, length: int) -> list[int]:
+    return [(seed * 31 + i * i * 7 + i) % (VOCAB - 10) + 3 for i in range(length)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case}: {why}" for case, why in CASES.items()])
+def test_replies_are_the_same_with_the_cache_as_without(case):
+    thread = mlx_thread()
+    model = thread.call(lambda: tiny_model(case))
+    engine = engine_of(model, case)
+    system, first, other = text(1, 40), text(2, 12), text(3, 9)
+    try:
+
+        def expected(prompt: list[int], n: int) -> list[int]:
+            return thread.call(lambda: reference(model, prompt, n).tokens)
+
+        # A conversation of three turns, each going on after the reply of the one before.
+        prompt, held = system + first, 0
+        for turn in range(3):
+            starts = (40, len(prompt) - 4)
+            reply, cached = collect(submit(engine, f"t{turn}", prompt, tokens=7, starts=starts))
+            assert reply == expected(prompt, 7)
+            # The last reply token was never fed; everything before it is there.
+            assert cached == held
+            held = len(prompt) + 6
+            prompt = prompt + reply + text(10 + turn, 8)
+        # Another conversation with the same system prompt; and the first one once more, from its last message on.
+        reply, cached = collect(submit(engine, "other", system + other, tokens=7, starts=(40,)))
+        assert reply == expected(system + other, 7)
+        assert cached == 40
+        again = system + first
+        reply, cached = collect(submit(engine, "again", again, tokens=7, starts=(40, len(again) - 4)))
+        assert reply == expected(again, 7)
+        assert cached >= 40
+        # Four at once with one new system prompt: it is computed once.
+        before = engine.cached_tokens
+        prompts = [text(20, 60) + text(30 + i, 5 + i) for i in range(4)]
+        streams = [submit(engine, f"s{i}", p, tokens=5, starts=(60,)) for i, p in enumerate(prompts)]
+        for p, events in zip(prompts, streams, strict=True):
+            assert collect(events)[0] == expected(p, 5)
+        assert engine.cached_tokens - before >= 3 * 60
+        # And three more of them at once, each from the same idle prefix: none writes into another's.
+        prompts = [text(20, 60) + text(40 + i, 5 + i) for i in range(3)]
+        streams = [submit(engine, f"u{i}", p, tokens=9) for i, p in enumerate(prompts)]
+        for p, events in zip(prompts, streams, strict=True):
+            reply, cached = collect(events)
+            assert reply == expected(p, 9)
+            assert cached == 60
+        thread.call(engine.runner.prefixes.tree.check)
+    finally:
+        thread.call(engine.close)
+
+
+def test_a_cache_class_that_cannot_be_restored_goes_without_the_prefix_cache():
+    class Opaque:
+        """A cache of a model's own, without a way to set its state."""
+
+        def __init__(self, cache) -> None:
+            self._cache = cache
+
+        def __getattr__(self, name):
+            return getattr(self._cache, name)
+
+        @property
+        def state(self):
+            return self._cache.state
+
+    thread = mlx_thread()
+    model = thread.call(lambda: tiny_model("gemma2"))
+    with unittest.mock.patch("mlxinfer.engine.runner.make_cache", lambda m: [Opaque(c) for c in make_cache(m)]):
+        engine = engine_of(model, "gemma2")
+        try:
+            assert engine.runner.prefixes is None
+            prompt = text(1, 30)
+            assert collect(submit(engine, "a", prompt, tokens=4)) == (
+                thread.call(lambda: reference(model, prompt, 4).tokens),
+                0,
+            )
+        finally:
+            thread.call(engine.close)
+
+
+def test_with_the_cache_off_nothing_is_held():
+    thread = mlx_thread()
+    model = thread.call(lambda: tiny_model("llama"))
+    engine = engine_of(model, "llama", prefix_bytes=0)
+    try:
+        for name in ("a", "b"):
+            assert collect(submit(engine, name, text(1, 40), tokens=3))[1] == 0
+        assert engine.stats()["prefix_bytes"] == 0
+    finally:
+        thread.call(engine.close)
