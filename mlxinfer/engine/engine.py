@@ -19,12 +19,15 @@ from mlxinfer.types import FinishReason, Timings, Usage
 
 if TYPE_CHECKING:
     from mlxinfer.engine.pace import Load
+    from mlxinfer.engine.prefix_disk import PrefixDisk
     from mlxinfer.engine.runner import Launched, RowSpec, Runner
     from mlxinfer.engine.steps import Step
     from mlxinfer.engine.worker import MlxThread
 
 log = logging.getLogger(__name__)
 
+WRITE_AFTER_S = 3.0
+"""Seconds without work before idle prefixes are written to disk."""
 RECOUNT_EVERY = 64
 """Steps between two counts of what replies that grow have reserved."""
 
@@ -90,8 +93,9 @@ class Engine:
         weight_bytes: int = 0,
         prefix_bytes: int | None = None,
         memory: Governor | None = None,
+        disk: PrefixDisk | None = None,
     ) -> None:
-        """`prefix_bytes` limits the prefix cache, 0 turns it off; None: what memory is spare."""
+        """`prefix_bytes` limits the prefix cache, 0 turns it off; None: what memory is spare. `disk` outlives it."""
         self.thread = thread
         self.runner = runner
         self.weight_bytes = weight_bytes
@@ -99,7 +103,7 @@ class Engine:
         self.memory = memory or governor()
         self._reserved = 0
         if prefix_bytes != 0 and can_restore(runner):
-            runner.prefixes = PrefixStore(needs_state=runner.needs_checkpoints, max_bytes=0)
+            runner.prefixes = PrefixStore(needs_state=runner.needs_checkpoints, max_bytes=0, disk=disk)
         self.max_queue = max_queue
         self.state = SchedulerState(
             max_num_seqs=max_num_seqs,
@@ -121,6 +125,7 @@ class Engine:
         self.cached_tokens = 0
         self.failed_steps = 0
         self._joined = False
+        self._timer: threading.Timer | None = None
 
     # -- from any thread -------------------------------------------------------------------------------------------
 
@@ -181,7 +186,10 @@ class Engine:
             # Prompts only: nothing is gained by being a step ahead, and a newcomer would wait one chunk longer.
             self._pending = None
             self._read(running)
-        return running is not None or before is not None
+        worked = running is not None or before is not None
+        if not worked:
+            self._write_later()
+        return worked
 
     def _share_memory(self) -> None:
         """Count what the running sequences need, and let idle prefixes give way."""
@@ -213,6 +221,23 @@ class Engine:
 
     # -- one step --------------------------------------------------------------------------------------------------
 
+    def _write_later(self) -> None:
+        """Bring idle prefixes to disk when there has been no work for a while."""
+        if self._timer is not None or self.runner.prefixes is None or self.runner.prefixes.disk is None:
+            return
+        self._timer = threading.Timer(WRITE_AFTER_S, self.thread.post, [self._write_idle])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _write_idle(self) -> None:
+        self._timer = None
+        if self.closed or self.runner.prefixes is None or self.state.requests:
+            return
+        if time.perf_counter() - self._last_read < WRITE_AFTER_S:
+            self._write_later()
+        else:
+            self.runner.prefixes.write_idle(self.thread.post)
+
     def _read(self, running: _Running) -> None:
         """Wait for a launched step and hand its tokens out."""
         self._building = running.launched.step
@@ -237,11 +262,12 @@ class Engine:
         return 0 if tracked.strikes else self._held(spec, tracked.output, limit, count=True)
 
     def _held(self, spec: RowSpec, output: list[int], limit: int, *, count: bool) -> int:
-        if self.runner.prefixes is None:
+        prefixes = self.runner.prefixes
+        if prefixes is None:
             return 0
         try:
             tokens = (*spec.prompt_token_ids, *output)
-            return self.runner.prefixes.lookup(spec.cache_key, tokens, limit, count=count)
+            return (prefixes.lookup if count else prefixes.peek)(spec.cache_key, tokens, limit)
         except Exception:
             # The worker's edge: a cache that fails is a cache that holds nothing.
             log.exception("the prefix cache failed")
@@ -379,6 +405,8 @@ class Engine:
             for request_id in list(self._open):
                 self._fail(request_id, EngineClosedError("the model was unloaded"))
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             self._reserved = 0
             self.memory.leave(self)
             self.thread.detach(self)

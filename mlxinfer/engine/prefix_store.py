@@ -15,10 +15,15 @@ from mlxinfer.engine.kv import STEP, SeqKV, Sequence
 from mlxinfer.engine.prefix import PrefixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from collections.abc import Sequence as Seq
 
+    from mlxinfer.engine.prefix import Evicted
+    from mlxinfer.engine.prefix_disk import PrefixDisk
     from mlxinfer.engine.runner import Runner
+
+CLOSE_S = 10.0
+"""How long the end of a model may wait for the disk."""
 
 
 @dataclass(slots=True)
@@ -66,17 +71,28 @@ class _Ops:
 class PrefixStore:
     """What finished sequences leave for those that begin alike. `needs_state`: only checkpoints can be taken up."""
 
-    def __init__(self, *, needs_state: bool, max_bytes: int) -> None:
+    def __init__(self, *, needs_state: bool, max_bytes: int, disk: PrefixDisk | None = None) -> None:
         self.needs_state = needs_state
-        self.tree: PrefixTree[Span, State] = PrefixTree(_Ops(), needs_state=needs_state, max_bytes=max_bytes)
+        self.disk = disk
+        self.tree: PrefixTree[Span, State] = PrefixTree(
+            _Ops(), needs_state=needs_state, max_bytes=max_bytes, on_evict=self._evicted
+        )
 
     @property
     def nbytes(self) -> int:
         return self.tree.nbytes
 
-    def lookup(self, key: str, tokens: Seq[int], limit: int, *, count: bool = True) -> int:
-        """How many of the first `limit` tokens can be restored."""
-        return self.tree.lookup(key, tokens, limit, count=count)
+    def peek(self, key: str, tokens: Seq[int], limit: int) -> int:
+        """How many of the first `limit` tokens could be restored, from memory or disk. Changes nothing."""
+        held = self.tree.lookup(key, tokens, limit, count=False)
+        return held if self.disk is None else max(held, self.disk.lookup(self, key, tokens, limit))
+
+    def lookup(self, key: str, tokens: Seq[int], limit: int) -> int:
+        """How many of the first `limit` tokens can be restored now. What only the disk has is read first."""
+        if self.disk is not None:
+            held = self.tree.lookup(key, tokens, limit, count=False)
+            self.disk.fetch(self, key, tokens, limit, held)
+        return self.tree.lookup(key, tokens, limit)
 
     def restore(self, sequence: Sequence, key: str, tokens: Seq[int], length: int) -> None:
         """Fill an empty sequence with the first `length` tokens; `length` is what `lookup` said.
@@ -120,7 +136,7 @@ class PrefixStore:
         leaves = [_saved_leaf(leaf, sequence.length, position) for leaf in sequence.stateful()]
         if any(leaf is None for leaf in leaves):
             return {}
-        arrays = list(_arrays(leaves))
+        arrays = list(arrays_in(leaves))
         mx.async_eval(arrays)
         return {position: State(leaves, sum(a.nbytes for a in arrays))}
 
@@ -129,7 +145,19 @@ class PrefixStore:
         self.tree.max_bytes = max(0, max_bytes)
         self.tree.evict(self.tree.nbytes - self.tree.max_bytes)
 
-    def clear(self) -> None:
+    def _evicted(self, entry: Evicted[Span, State]) -> None:
+        if self.disk is not None:
+            self.disk.offer(entry)
+
+    def write_idle(self, post: Callable[[Callable[[], None]], None]) -> None:
+        """Bring to disk what isn't there, one entry after the other; `post` runs a function on this thread later."""
+        if self.disk is not None:
+            self.disk.write_idle(self, post)
+
+    def close(self, timeout: float = CLOSE_S) -> None:
+        """Bring what is idle to disk, and let go of everything."""
+        if self.disk is not None:
+            self.disk.close(self, timeout)
         self.tree.clear()
 
 
@@ -190,9 +218,10 @@ def _fresh(value: Any) -> Any:
     return value
 
 
-def _arrays(value: Any) -> Iterable[mx.array]:
+def arrays_in(value: Any) -> Iterable[mx.array]:
+    """Every array in nested lists and tuples."""
     if isinstance(value, mx.array):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _arrays(part)
+            yield from arrays_in(part)

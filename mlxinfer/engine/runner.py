@@ -6,7 +6,6 @@ one computes. Runs on the MLX thread only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -15,7 +14,8 @@ import mlx.nn as nn
 from mlxinfer.engine.head import HeadRows
 from mlxinfer.engine.kv import Sequence, kv_cost, sequence_like
 from mlxinfer.engine.ragged import Batch, ragged_attention
-from mlxinfer.engine.sampling import BatchSampler, RowSampling, RowState, uniform
+from mlxinfer.engine.rows import Decoding, Launched, Row, RowSpec, uniforms
+from mlxinfer.engine.sampling import BatchSampler, RowState
 from mlxinfer.engine.tier import probe_tier
 from mlxinfer.upstream import make_cache
 
@@ -31,63 +31,6 @@ CLEAR_EVERY = 256
 """Steps between two returns of mlx's cached buffers to the system."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpec:
-    """What the runner needs to know of a request before its first step; plain data like Step."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: RowSampling
-    seed: int
-    cache_key: str = ""
-    """Requests share prefixes with others of the same key only: adapter and tenant."""
-
-
-@dataclass(slots=True)
-class _Row:
-    spec: RowSpec
-    state: RowState
-    tokens: tuple[int, ...]
-    """The prompt, and after a rebuild what had been generated."""
-    sequence: Sequence | None = None
-    token: mx.array | None = None
-    """The token to feed next, [1], not yet read; None means the last of `tokens`."""
-
-    @property
-    def held(self) -> Sequence:
-        assert self.sequence is not None, f"{self.spec.request_id} has not started"
-        return self.sequence
-
-
-@dataclass(slots=True)
-class Launched:
-    """A submitted step. `tokens` [rows] may still be computing; `marker` is ready when a prefill chunk is."""
-
-    step: Step
-    tokens: mx.array | None = None
-    marker: mx.array | None = None
-
-    def read(self) -> list[int]:
-        """Wait for the step; one token per decode row."""
-        if self.tokens is None:
-            # Without this wait a long prompt would be submitted whole, and a cancel or an arrival would come after it.
-            if self.marker is not None:
-                mx.eval(self.marker)
-            return []
-        return self.tokens.tolist()  # pyright: ignore[reportReturnType]
-
-
-@dataclass(slots=True)
-class _Decoding:
-    """The batch of the last decode step, kept while the same rows decode."""
-
-    ids: tuple[str, ...]
-    rows: list[_Row]
-    sampler: BatchSampler
-    batch: Batch | None = None
-    tokens: mx.array | None = field(default=None)
-
-
 class Runner:
     """Drives one model. `tier` is "ragged", "batched-state" or "sequential"; `tier_reason` says why."""
 
@@ -98,8 +41,8 @@ class Runner:
         self.head = HeadRows()
         self.prefixes: PrefixStore | None = None
         self.tier, self.tier_reason = probe_tier(model, self.attention)
-        self._rows: dict[str, _Row] = {}
-        self._decoding: _Decoding | None = None
+        self._rows: dict[str, Row] = {}
+        self._decoding: Decoding | None = None
         self._steps = 0
         if self.fused:
             self.head.install(model, self._head_probe)
@@ -114,7 +57,7 @@ class Runner:
     def admit(self, spec: RowSpec) -> None:
         """Take a request in; it holds no memory until it starts."""
         state = RowState(spec.sampling, spec.prompt_token_ids, self.vocab_size)
-        self._rows[spec.request_id] = _Row(spec, state, spec.prompt_token_ids)
+        self._rows[spec.request_id] = Row(spec, state, spec.prompt_token_ids)
 
     def new_sequence(self) -> Sequence:
         """An empty sequence of the tier's kind."""
@@ -160,7 +103,7 @@ class Runner:
         self.drop_all()
         self._rows.clear()
         if self.prefixes is not None:
-            self.prefixes.clear()
+            self.prefixes.close()
         self.prefixes = self.model = None
 
     def kv_bytes(self) -> int:
@@ -245,7 +188,7 @@ class Runner:
                 keep.append(sum(lengths) - 1)
         logits = self._forward_groups(sequences, lengths, mx.concatenate(parts)[:, None], keep)
         if d is not None:
-            d.tokens = d.sampler(logits[:, -1, :], _uniforms(d.rows, step.decode))
+            d.tokens = d.sampler(logits[:, -1, :], uniforms(d.rows, step.decode))
             mx.async_eval(d.tokens)
         return (None if d is None else d.tokens), self._after_prefill(step.prefill)
 
@@ -318,11 +261,11 @@ class Runner:
             if d.batch is None:
                 d.batch = Batch([row.held for row in d.rows], self.attention)
             logits = self._forward(d.batch, inputs)
-        d.tokens = d.sampler(logits[:, -1, :], _uniforms(d.rows, decode))
+        d.tokens = d.sampler(logits[:, -1, :], uniforms(d.rows, decode))
         mx.async_eval(d.tokens)
         return d.tokens
 
-    def _decode_apart(self, rows: list[_Row], decode: tuple[DecodeRow, ...]) -> mx.array:
+    def _decode_apart(self, rows: list[Row], decode: tuple[DecodeRow, ...]) -> mx.array:
         """One step row by row, for the first token of one-token prompts: a model may treat "no state yet" in its own
         way (recurrent_gemma does), which a stacked state of zeros can't stand for.
         """
@@ -331,28 +274,28 @@ class Runner:
         logits = mx.concatenate(
             [self._forward_rows([row], inputs[i : i + 1, None])[:, -1, :] for i, row in enumerate(rows)]
         )
-        tokens = BatchSampler([row.state for row in rows])(logits, _uniforms(rows, decode))
+        tokens = BatchSampler([row.state for row in rows])(logits, uniforms(rows, decode))
         for i, row in enumerate(rows):
             row.token = tokens[i : i + 1].astype(mx.uint32)
         mx.async_eval(tokens)
         return tokens
 
-    def _forward_rows(self, rows: list[_Row], tokens: mx.array) -> mx.array:
+    def _forward_rows(self, rows: list[Row], tokens: mx.array) -> mx.array:
         batch = Batch([row.held for row in rows], self.attention)
         logits = self._forward(batch, tokens)
         batch.release()
         return logits
 
-    def _inputs(self, rows: list[_Row]) -> mx.array:
+    def _inputs(self, rows: list[Row]) -> mx.array:
         parts = [mx.array([row.tokens[-1]], mx.uint32) if row.token is None else row.token for row in rows]
         return mx.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def _batch_of(self, ids: tuple[str, ...]) -> _Decoding:
+    def _batch_of(self, ids: tuple[str, ...]) -> Decoding:
         if self._decoding is not None and self._decoding.ids == ids:
             return self._decoding
         self._settle()
         rows = [self._rows[i] for i in ids]
-        self._decoding = _Decoding(ids, rows, BatchSampler([r.state for r in rows]))
+        self._decoding = Decoding(ids, rows, BatchSampler([r.state for r in rows]))
         return self._decoding
 
     def _settle(self) -> None:
@@ -365,11 +308,3 @@ class Runner:
                 row.token = d.tokens[index : index + 1].astype(mx.uint32)
         if d.batch is not None:
             d.batch.release()
-
-
-def _uniforms(rows: list[_Row], decode: tuple[DecodeRow, ...]) -> list[float]:
-    """One random number per row; greedy rows need none."""
-    return [
-        0.0 if row.state.sampling.greedy else uniform(row.spec.seed, r.position)
-        for row, r in zip(rows, decode, strict=True)
-    ]

@@ -13,7 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxinfer.engine.runner import RowSpec, Runner
+from mlxinfer.engine.rows import RowSpec
+from mlxinfer.engine.runner import Runner
 from mlxinfer.engine.sampling import BatchSampler, RowSampling
 from mlxinfer.engine.steps import DecodeRow, PrefillChunk, Release, Start, Step
 from tests.conformance.reference import Trace

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import queue
 import unittest.mock
+from typing import TYPE_CHECKING
 
 import pytest
 
+from mlxinfer.engine.disk import DiskTier
 from mlxinfer.engine.engine import Engine, Event, Request
 from mlxinfer.engine.governor import Governor
-from mlxinfer.engine.runner import RowSpec, Runner
+from mlxinfer.engine.prefix_disk import PrefixDisk
+from mlxinfer.engine.rows import RowSpec
+from mlxinfer.engine.runner import Runner
 from mlxinfer.engine.sampling import RowSampling
 from mlxinfer.engine.worker import mlx_thread
 from mlxinfer.upstream import make_cache
 from tests.conformance.configs.base import VOCAB
 from tests.conformance.examine import tiny_model
 from tests.conformance.reference import reference
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CASES = {
     "llama": "plain keys and values",
@@ -39,8 +46,13 @@ def vocabulary(case: str) -> int:
     return _vocab(case)
 
 
-def engine_of(model, case: str, *, prefix_bytes: int | None = None) -> Engine:
+def engine_of(model, case: str, *, prefix_bytes: int | None = None, folder: Path | None = None) -> Engine:
     thread = mlx_thread()
+    disk = None
+    if folder is not None:
+        tier = DiskTier(folder, "model1", 1 << 30)
+        tier.load_index()
+        disk = PrefixDisk(tier)
 
     def make() -> Engine:
         runner = Runner(model, vocabulary(case))
@@ -52,6 +64,7 @@ def engine_of(model, case: str, *, prefix_bytes: int | None = None) -> Engine:
             prefill_chunk=16,
             prefix_bytes=prefix_bytes,
             memory=Governor(1 << 32),
+            disk=disk,
         )
         thread.attach(engine)
         return engine
@@ -128,6 +141,48 @@ def test_replies_are_the_same_with_the_cache_as_without(case):
         thread.call(engine.runner.prefixes.tree.check)
     finally:
         thread.call(engine.close)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case}: {why}" for case, why in CASES.items()])
+def test_after_a_restart_a_conversation_goes_on_from_disk(case, tmp_path):
+    thread = mlx_thread()
+    model = thread.call(lambda: tiny_model(case))
+    system, question = text(1, 150), text(2, 20)
+    prompt, starts = system + question, (150,)
+    first = engine_of(model, case, folder=tmp_path)
+    reply, _ = collect(submit(first, "a", prompt, tokens=7, starts=starts))
+    thread.call(first.close)
+    assert list(tmp_path.rglob("*")), "it is on disk when the engine has ended"
+    second = engine_of(model, case, folder=tmp_path)
+    try:
+        went_on = prompt + reply + text(3, 9)
+        expected = thread.call(lambda: reference(model, went_on, 7).tokens)
+        assert collect(submit(second, "b", went_on, tokens=7)) == (expected, len(prompt) + 6)
+        other = system + text(4, 30)
+        expected = thread.call(lambda: reference(model, other, 7).tokens)
+        assert collect(submit(second, "c", other, tokens=7)) == (expected, 150)
+    finally:
+        thread.call(second.close)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_damaged_file_is_not_served_and_costs_nothing(damage, tmp_path):
+    thread = mlx_thread()
+    model = thread.call(lambda: tiny_model("llama"))
+    prompt = text(1, 200)
+    first = engine_of(model, "llama", folder=tmp_path)
+    reply, _ = collect(submit(first, "a", prompt, tokens=7))
+    thread.call(first.close)
+    (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    second = engine_of(model, "llama", folder=tmp_path)
+    # After the index was read, so that the head is sound and the body is not.
+    file.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
+    try:
+        assert collect(submit(second, "b", prompt, tokens=7)) == (reply, 0)
+    finally:
+        thread.call(second.close)
 
 
 def test_a_cache_class_that_cannot_be_restored_goes_without_the_prefix_cache():

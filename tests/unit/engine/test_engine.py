@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlxinfer.engine.engine import Engine, Event, Request
-from mlxinfer.engine.runner import RowSpec, Runner
+from mlxinfer.engine.rows import RowSpec
+from mlxinfer.engine.runner import Runner
 from mlxinfer.engine.sampling import RowSampling
 from mlxinfer.engine.worker import mlx_thread
 from mlxinfer.errors import EngineClosedError, EngineError, QueueFullError
@@ -216,8 +217,8 @@ CALL_SITES = [
     ("mlxinfer.engine.runner.Runner._mixed", None),
     ("mlxinfer.engine.runner.Runner._decode", None),
     ("mlxinfer.engine.runner.Runner._settle", None),
-    ("mlxinfer.engine.runner.Launched.read", None),
-    ("mlxinfer.engine.runner._uniforms", None),
+    ("mlxinfer.engine.rows.Launched.read", None),
+    ("mlxinfer.engine.runner.uniforms", None),
     ("mlxinfer.engine.ragged.Batch.begin", None),
     ("mlxinfer.engine.ragged.attend", None),
     ("mlxinfer.engine.sampling.BatchSampler.__call__", None),
