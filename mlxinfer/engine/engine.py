@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mlxinfer.engine.events import Event, Open, Request, Sink, sent, timings_of
 from mlxinfer.engine.governor import Governor, governor
 from mlxinfer.engine.memory import RESERVE_TOKENS
 from mlxinfer.engine.prefix_node import shared_length
 from mlxinfer.engine.prefix_store import PrefixStore, can_restore
 from mlxinfer.engine.scheduler import MIN_SHARED, SchedulerState, Tracked, load_of, schedule
 from mlxinfer.errors import EngineClosedError, EngineError, MlxinferError, QueueFullError, WontFitError
-from mlxinfer.types import FinishReason, Timings, Usage
+from mlxinfer.types import FinishReason, Usage
 
 if TYPE_CHECKING:
     from mlxinfer.engine.pace import Load
@@ -30,44 +30,6 @@ WRITE_AFTER_S = 3.0
 """Seconds without work before idle prefixes are written to disk."""
 RECOUNT_EVERY = 64
 """Steps between two counts of what replies that grow have reserved."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A validated request."""
-
-    spec: RowSpec
-    max_tokens: int
-    eos_token_ids: frozenset[int]
-    priority: int = 0
-    boundaries: tuple[int, ...] = ()
-    """Positions in the prompt where a message begins; models with windows or states remember these."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What a sink receives. A request's last event, and only that, has `finished` or `error`."""
-
-    token: int | None = None
-    finished: FinishReason | None = None
-    error: MlxinferError | None = None
-    usage: Usage | None = None
-    timings: Timings | None = None
-
-
-Sink = Callable[[Event], None]
-
-
-@dataclass(slots=True)
-class _Open:
-    request: Request
-    sink: Sink
-    submitted: float
-    started: float = 0.0
-    first_token: float = 0.0
-    tokens: int = 0
-    cached: int = 0
-    """Prompt tokens that another request had computed."""
 
 
 @dataclass(slots=True)
@@ -112,7 +74,7 @@ class Engine:
             needs_checkpoints=runner.needs_checkpoints,
             kv=runner.kv_cost,
         )
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, Open] = {}
         self._pending: _Running | None = None
         self._building: Step | None = None
         self._last_read = 0.0
@@ -142,7 +104,7 @@ class Engine:
             if in_flight >= limit:
                 raise QueueFullError(f"{in_flight} requests are running or waiting; the limit is {limit}")
             self._submitted += 1
-        opened = _Open(request, sink, time.perf_counter())
+        opened = Open(request, sink, time.perf_counter())
         self.thread.post(lambda: self._admit(opened))
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
@@ -279,7 +241,7 @@ class Engine:
         if cached is not None:
             opened.cached = cached
 
-    def _admit(self, opened: _Open) -> None:
+    def _admit(self, opened: Open) -> None:
         request = opened.request
         spec = request.spec
         if self.closed:
@@ -335,7 +297,7 @@ class Engine:
             self.cached_tokens += opened.cached
         self.generated_tokens += 1
         if finished is None:
-            if not _sent(opened, Event(token=token)):
+            if not sent(opened, Event(token=token)):
                 self._end(request_id, "cancelled")
         else:
             del self._open[request_id]
@@ -353,7 +315,7 @@ class Engine:
 
     def _finish(
         self,
-        opened: _Open,
+        opened: Open,
         *,
         token: int | None = None,
         finished: FinishReason | None = None,
@@ -363,7 +325,7 @@ class Engine:
             self._ended += 1
         prompt = len(opened.request.spec.prompt_token_ids)
         usage = Usage(prompt_tokens=prompt, completion_tokens=opened.tokens, cached_tokens=opened.cached)
-        _sent(opened, Event(token=token, finished=finished, error=error, usage=usage, timings=_timings(opened)))
+        sent(opened, Event(token=token, finished=finished, error=error, usage=usage, timings=timings_of(opened)))
 
     # -- when a step fails -----------------------------------------------------------------------------------------
 
@@ -425,28 +387,3 @@ class Engine:
             "kv_bytes": self._reserved,
             "prefix_bytes": self.cached_bytes(),
         }
-
-
-def _sent(opened: _Open, event: Event) -> bool:
-    """Hand an event over; False when the sink raised, whatever it was: one consumer must not harm the others."""
-    try:
-        opened.sink(event)
-    except Exception as error:  # noqa: BLE001 - the worker's edge
-        log.warning("the consumer of %s is gone: %s: %s", opened.request.spec.request_id, type(error).__name__, error)
-        return False
-    return True
-
-
-def _timings(o: _Open) -> Timings:
-    now = time.perf_counter()
-    if not o.tokens:
-        return Timings(queue_s=(o.started or now) - o.submitted, total_s=now - o.submitted)
-    prefill = o.first_token - o.started
-    decode = now - o.first_token
-    return Timings(
-        queue_s=o.started - o.submitted,
-        ttft_s=o.first_token - o.submitted,
-        total_s=now - o.submitted,
-        prefill_tok_s=(len(o.request.spec.prompt_token_ids) - o.cached) / prefill if prefill > 0 else 0.0,
-        decode_tok_s=(o.tokens - 1) / decode if decode > 0 and o.tokens > 1 else 0.0,
-    )
