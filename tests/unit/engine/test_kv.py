@@ -152,3 +152,29 @@ def test_recurrent_states_are_stacked_by_row_and_a_row_without_a_state_starts_fr
     assert merged[1][:, 0, 0].tolist() == [0, 5, 0]
     assert merged[2] is None
     assert merged.make_mask(1) is None
+
+
+def test_sequences_of_many_lengths_hold_little_more_than_they_need():
+    # Padding each to the longest would take 1.95 times as much.
+    lengths = [100 + i * 557 for i in range(8)]
+    held = needed = 0
+    for length in lengths:
+        kv = SeqKV()
+        done = 0
+        while done < length:
+            count = min(64, length - done)
+            kv.append(numbered(done, count), numbered(done, count))
+            done += count
+        held += kv.nbytes
+        needed += 2 * length * 4 * 4
+    assert held <= 1.1 * needed
+
+
+def test_what_is_shared_does_not_change_when_either_side_goes_on():
+    one, other = SeqKV(), SeqKV()
+    one.append(numbered(0, 5), numbered(0, 5))
+    other.load(one.shared(), 0, 5)
+    one.append(numbered(5, 1), numbered(5, 1))
+    other.append(numbered(70, 2), numbered(70, 2))
+    assert positions(one.view(1)[0]) == [0, 1, 2, 3, 4, 5]
+    assert positions(other.view(1)[0]) == [0, 1, 2, 3, 4, 70, 71]

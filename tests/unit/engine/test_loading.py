@@ -1,6 +1,9 @@
 """From files to a model: one dtype, memory checked before, and no config that gets past as something else."""
 
+import gc
+import itertools
 import json
+import threading
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,6 +13,7 @@ from mlx.utils import tree_flatten
 import mlxinfer
 from mlxinfer import ModelFileError, UnsupportedModelError, WontFitError, runtime
 from mlxinfer.engine import loading
+from mlxinfer.engine.worker import SlicedJob, mlx_thread
 from mlxinfer.errors import MlxinferError
 from tests import tiny
 
@@ -167,3 +171,100 @@ def test_the_context_is_what_the_config_states_and_a_number_that_is_none_is_not_
     assert loading.context_length({"max_position_embeddings": 2048.0}) == 2048
     for nonsense in (True, 10**30, -1, 0, "2048", float("inf")):
         assert loading.context_length({"n_positions": nonsense}) == 4096
+
+
+def pieces_of(folder, kind="folder"):
+    """(bytes held after each piece, the loaded model)."""
+    building = loading.build(loading.prepare(kind, folder))
+    before, held = mx.get_active_memory(), []
+    while True:
+        try:
+            next(building)
+        except StopIteration as done:
+            return held, done.value
+        held.append(mx.get_active_memory() - before)
+
+
+def test_preparing_makes_no_array_and_can_be_done_on_any_thread(good):
+    made = []
+    gc.collect()
+    before = mx.get_active_memory()
+    thread = threading.Thread(target=lambda: made.append(loading.prepare("folder", good)))
+    thread.start()
+    thread.join(30)
+    assert mx.get_active_memory() == before
+    loaded = loading.drained(loading.build(made[0]))
+    assert mx.all(mx.isfinite(loaded.model(mx.array([[1, 2, 3]])))).item()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_are_computed_in_pieces_of_bounded_size(tmp_path, monkeypatch, packed):
+    folder = tiny.write_folder(tmp_path / "m")
+    model = tiny.build_model(tiny.config())
+    changes = {}
+    if packed:
+        nn.quantize(model, group_size=32, bits=4)
+        changes = {"quantization": {"group_size": 32, "bits": 4}}
+    weights = dict(tree_flatten(model.parameters()))
+    if not packed:
+        weights = {k: v.astype(mx.bfloat16) for k, v in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    (folder / "config.json").write_text(json.dumps(tiny.config(**changes)))
+    del model, weights
+    whole = load(folder)
+    monkeypatch.setattr(loading, "PIECE_BYTES", 50_000)
+    held, loaded = pieces_of(folder)
+    largest = max(w.nbytes for w in loading.parameters(loaded.model))
+    steps = [after - before for before, after in itertools.pairwise(held)]
+    assert max(steps) <= 50_000 + largest, "never more than a piece and the parameter that fills it"
+    assert len(held) >= loaded.weight_bytes // (50_000 + largest)
+    for a, b in zip(loading.parameters(loaded.model), loading.parameters(whole.model), strict=True):
+        assert mx.array_equal(a, b)
+
+
+class After:
+    """An event that is set once it was looked at `count` times."""
+
+    def __init__(self, count):
+        self.left = count
+
+    def is_set(self):
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 12])
+def test_a_load_that_is_cancelled_on_its_way_leaves_nothing_behind(good, monkeypatch, count):
+    from mlxinfer.zoo import CancelledError
+
+    monkeypatch.setattr(loading, "PIECE_BYTES", 1)
+    thread = mlx_thread()
+    gc.collect()
+    before = thread.call(mx.get_active_memory)
+    with pytest.raises(CancelledError):
+        mlxinfer.load(good, cancel=After(count))
+    gc.collect()
+    assert thread.call(mx.get_active_memory) == before
+
+
+def test_ctrl_c_ends_a_load_and_frees_what_was_read(good, monkeypatch):
+    thread = mlx_thread()
+    gc.collect()
+    before = thread.call(mx.get_active_memory)
+    real = SlicedJob.result
+
+    def interrupted(self):
+        monkeypatch.setattr(SlicedJob, "result", real)
+        raise KeyboardInterrupt
+
+    go_on = threading.Event()
+    thread.post(lambda: go_on.wait(10))
+    monkeypatch.setattr(SlicedJob, "result", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mlxinfer.load(good)
+    finally:
+        go_on.set()
+    gc.collect()
+    assert thread.call(mx.get_active_memory) == before
+    assert mlxinfer.load(good).alive
