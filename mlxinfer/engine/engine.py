@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 WRITE_AFTER_S = 3.0
 """Seconds without work before idle prefixes are written to disk."""
+MEAN_WEIGHT = 0.1
+"""Of the latest request in how long requests run."""
 RECOUNT_EVERY = 64
 """Steps between two counts of what replies that grow have reserved."""
 
@@ -81,6 +83,8 @@ class Engine:
         self._admission = threading.Lock()
         self._submitted = 0
         self._ended = 0
+        self._mean_s = 0.0
+        """How long requests have run lately."""
         self.closed = False
         self.generated_tokens = 0
         self.prompt_tokens = 0
@@ -102,7 +106,11 @@ class Engine:
             in_flight = self._submitted - self._ended
             limit = self.max_queue + self.state.max_num_seqs
             if in_flight >= limit:
-                raise QueueFullError(f"{in_flight} requests are running or waiting; the limit is {limit}")
+                raise QueueFullError(
+                    f"{in_flight} requests are running or waiting; the limit is {limit}",
+                    # A place is free when the next of those that run ends.
+                    retry_after=max(1.0, self._mean_s / max(1, len(self.state.started))),
+                )
             self._submitted += 1
         opened = Open(request, sink, time.perf_counter())
         self.thread.post(lambda: self._admit(opened))
@@ -323,6 +331,8 @@ class Engine:
     ) -> None:
         with self._admission:
             self._ended += 1
+            if finished in ("stop", "length"):
+                self._mean_s += MEAN_WEIGHT * (time.perf_counter() - opened.started - self._mean_s)
         prompt = len(opened.request.spec.prompt_token_ids)
         usage = Usage(prompt_tokens=prompt, completion_tokens=opened.tokens, cached_tokens=opened.cached)
         sent(opened, Event(token=token, finished=finished, error=error, usage=usage, timings=timings_of(opened)))
