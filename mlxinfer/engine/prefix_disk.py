@@ -56,7 +56,7 @@ class PrefixDisk:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             log.warning("%s does not hold what this model remembers: %s", entry.path.name, error)
             return
-        store.tree.insert(key, entry.tokens, span.part, states)
+        store.insert(key, entry.tokens, span.part, states)
         store.tree.mark_written(Evicted(key, entry.tokens, [], states, dirty=False))
 
     def offer(self, entry: Evicted[Span, State], done: Callable[[bool], None] | None = None) -> bool:

@@ -76,8 +76,8 @@ def token_array(tokens: Sequence[int]) -> array[int]:
     return tokens if isinstance(tokens, array) and tokens.typecode == "I" else array("I", tokens)
 
 
-def shared_length(a: array[int], b: array[int]) -> int:
-    """How many leading ids two arrays share. Compares slices, in C: doubling, then halving where they differ."""
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading ids two sequences of one kind share. Compares slices, in C: doubling, then halving where they differ."""
     end = min(len(a), len(b))
     low, step = 0, 64
     while low < end:

@@ -15,7 +15,7 @@ from mlxinfer.engine.kv import STEP, SeqKV, Sequence
 from mlxinfer.engine.prefix import PrefixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from collections.abc import Sequence as Seq
 
     from mlxinfer.engine.prefix import Evicted
@@ -37,9 +37,8 @@ class Span:
     length: int
 
     def part(self, start: int, end: int) -> Span:
-        """A copy of the positions `start` to `end` that keeps nothing else alive."""
+        """A copy of the positions `start` to `end`; once it is evaluated it keeps nothing else alive."""
         layers = [[mx.contiguous(b[..., start:end, :]) for b in buffers] for buffers in self.layers]
-        mx.async_eval(layers)
         return Span(layers, end - start)
 
     @property
@@ -58,8 +57,13 @@ class State:
 class _Ops:
     """How the tree cuts and counts spans and states."""
 
+    def __init__(self) -> None:
+        self.made: list[Span] = []
+        """Copies that aren't evaluated: of a cut for `take` only one half is ever used."""
+
     def cut(self, span: Span, at: int) -> tuple[Span, Span]:
-        return span.part(0, at), span.part(at, span.length)
+        self.made += (halves := (span.part(0, at), span.part(at, span.length)))
+        return halves
 
     def span_nbytes(self, span: Span) -> int:
         return span.nbytes
@@ -74,8 +78,9 @@ class PrefixStore:
     def __init__(self, *, needs_state: bool, max_bytes: int, disk: PrefixDisk | None = None) -> None:
         self.needs_state = needs_state
         self.disk = disk
+        self._ops = _Ops()
         self.tree: PrefixTree[Span, State] = PrefixTree(
-            _Ops(), needs_state=needs_state, max_bytes=max_bytes, on_evict=self._evicted
+            self._ops, needs_state=needs_state, max_bytes=max_bytes, on_evict=self._evicted
         )
 
     @property
@@ -100,6 +105,7 @@ class PrefixStore:
         What only this sequence goes on with is moved out of the cache, not copied.
         """
         hit = self.tree.take(key, tokens, length, move=not self.needs_state)
+        self._ops.made.clear()
         for index, leaf in enumerate(sequence.plain()):
             parts = [span.layers[index] for span in hit.spans]
             leaf.load(parts[0] if len(parts) == 1 else _joined(parts, [s.length for s in hit.spans]), 0, length)
@@ -120,14 +126,27 @@ class PrefixStore:
             return whole if start == 0 and spare * 4 <= end else whole.part(start, end)
 
         if sequence.length >= len(tokens) > 0 and (states or not self.needs_state):
-            self.tree.insert(key, tokens, span, states)
+            self.insert(key, tokens, span, states)
 
     def checkpoint(self, sequence: Sequence, key: str, tokens: Seq[int]) -> None:
         """Remember a running sequence's state after `tokens`, so that others can go on from there."""
         states = self._state_at(sequence, len(tokens))
         whole = Span([leaf.shared() for leaf in sequence.plain()], sequence.length)
         if states:
-            self.tree.insert(key, tokens, whole.part, states)
+            self.insert(key, tokens, whole.part, states)
+
+    def insert(
+        self, key: str, tokens: Seq[int], make_span: Callable[[int, int], Span], states: Mapping[int, State]
+    ) -> None:
+        """Add to the tree, and evaluate the copies that this made, so that what they were cut from can go."""
+
+        def make(start: int, end: int) -> Span:
+            self._ops.made.append(span := make_span(start, end))
+            return span
+
+        self.tree.insert(key, tokens, make, states)
+        mx.async_eval([span.layers for span in self._ops.made])
+        self._ops.made.clear()
 
     def _state_at(self, sequence: Sequence, position: int) -> dict[int, State]:
         """{position: checkpoint}, or nothing where the sequence has gone too far past it."""

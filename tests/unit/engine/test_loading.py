@@ -1,5 +1,6 @@
 """From files to a model: one dtype, memory checked before, and no config that gets past as something else."""
 
+import concurrent.futures
 import gc
 import itertools
 import json
@@ -217,6 +218,7 @@ def test_weights_are_computed_in_pieces_of_bounded_size(tmp_path, monkeypatch, p
     largest = max(w.nbytes for w in loading.parameters(loaded.model))
     steps = [after - before for before, after in itertools.pairwise(held)]
     assert max(steps) <= 50_000 + largest, "never more than a piece and the parameter that fills it"
+    assert held[-1] >= loaded.weight_bytes - 50_000 - largest, "all but the last piece was computed by then"
     assert len(held) >= loaded.weight_bytes // (50_000 + largest)
     for a, b in zip(loading.parameters(loaded.model), loading.parameters(whole.model), strict=True):
         assert mx.array_equal(a, b)
@@ -253,8 +255,11 @@ def test_ctrl_c_ends_a_load_and_frees_what_was_read(good, monkeypatch):
     before = thread.call(mx.get_active_memory)
     real = SlicedJob.result
 
+    jobs = []
+
     def interrupted(self):
         monkeypatch.setattr(SlicedJob, "result", real)
+        jobs.append(self)
         raise KeyboardInterrupt
 
     go_on = threading.Event()
@@ -265,6 +270,8 @@ def test_ctrl_c_ends_a_load_and_frees_what_was_read(good, monkeypatch):
             mlxinfer.load(good)
     finally:
         go_on.set()
+    with pytest.raises(concurrent.futures.CancelledError):
+        jobs.pop().result()
     gc.collect()
     assert thread.call(mx.get_active_memory) == before
     assert mlxinfer.load(good).alive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -195,20 +195,31 @@ class SmallStateTree(TreeAgainstSets):
     max_bytes = 70
 
 
+# A failure is shown quickly: shrinking a long run of steps could outlast the test's own limit.
+STEPS = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    report_multiple_bugs=False,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    print_blob=True,
+)
+
+
 class TestPlain(TreeAgainstSets.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+    settings = STEPS
 
 
 class TestPlainFull(SmallTree.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+    settings = STEPS
 
 
 class TestStates(StateTree.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+    settings = STEPS
 
 
 class TestStatesFull(SmallStateTree.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+    settings = STEPS
 
 
 @given(
