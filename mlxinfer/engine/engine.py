@@ -92,6 +92,8 @@ class Engine:
         self.failed_steps = 0
         self._joined = False
         self._timer: threading.Timer | None = None
+        self._unwritten = False
+        """There was work since idle prefixes were last brought to disk."""
 
     # -- from any thread -------------------------------------------------------------------------------------------
 
@@ -157,6 +159,7 @@ class Engine:
             self._pending = None
             self._read(running)
         worked = running is not None or before is not None
+        self._unwritten = self._unwritten or worked
         if not worked:
             self._write_later()
         return worked
@@ -193,7 +196,8 @@ class Engine:
 
     def _write_later(self) -> None:
         """Bring idle prefixes to disk when there has been no work for a while."""
-        if self._timer is not None or self.runner.prefixes is None or self.runner.prefixes.disk is None:
+        prefixes = self.runner.prefixes
+        if not self._unwritten or self._timer is not None or prefixes is None or prefixes.disk is None:
             return
         self._timer = threading.Timer(WRITE_AFTER_S, self.thread.post, [self._write_idle])
         self._timer.daemon = True
@@ -206,6 +210,7 @@ class Engine:
         if time.perf_counter() - self._last_read < WRITE_AFTER_S:
             self._write_later()
         else:
+            self._unwritten = False
             self.runner.prefixes.write_idle(self.thread.post)
 
     def _read(self, running: _Running) -> None:
@@ -244,7 +249,10 @@ class Engine:
             return 0
 
     def _note_start(self, request_id: str, cached: int | None, now: float) -> None:
-        opened = self._open[request_id]
+        opened = self._open.get(request_id)
+        if opened is None:
+            # It has just outgrown the memory.
+            return
         opened.started = opened.started or now
         if cached is not None:
             opened.cached = cached

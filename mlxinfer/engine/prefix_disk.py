@@ -7,6 +7,7 @@ of a conversation. Nothing here may fail a request: what can't be stored or read
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -85,12 +86,13 @@ class PrefixDisk:
         self.write_idle(store, post)
 
     def close(self, store: PrefixStore, timeout: float) -> None:
-        """Write what isn't on disk yet, as far as `timeout` seconds allow, newest first, and end."""
+        """Write what isn't on disk yet, newest first, as far as `timeout` seconds in all allow, and end."""
+        end = time.monotonic() + timeout
         for entry in reversed(list(store.tree.iter_idle())):
-            if not self.writer.flush(timeout):
+            if not self.writer.flush(max(0.0, end - time.monotonic())):
                 break
             self.offer(entry)
-        self.writer.close(timeout)
+        self.writer.close(max(0.0, end - time.monotonic()))
 
 
 def packed(entry: Evicted[Span, State]) -> tuple[dict[str, mx.array], dict[str, Any]]:

@@ -77,7 +77,7 @@ def token_array(tokens: Sequence[int]) -> array[int]:
 
 
 def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading ids two sequences of one kind share. Compares slices, in C: doubling, then halving where they differ."""
+    """How many leading ids two sequences of one kind share. Slices are compared: doubling, then halving."""
     end = min(len(a), len(b))
     low, step = 0, 64
     while low < end:

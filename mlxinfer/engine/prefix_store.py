@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mlxinfer.engine.prefix_disk import PrefixDisk
     from mlxinfer.engine.runner import Runner
 
-CLOSE_S = 10.0
+CLOSE_S = 5.0
 """How long the end of a model may wait for the disk."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 import unittest.mock
 from typing import TYPE_CHECKING
 
@@ -223,4 +224,26 @@ def test_with_the_cache_off_nothing_is_held():
             assert collect(submit(engine, name, text(1, 40), tokens=3))[1] == 0
         assert engine.stats()["prefix_bytes"] == 0
     finally:
+        thread.call(engine.close)
+
+
+def test_an_idle_engine_writes_once_and_then_sleeps(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxinfer.engine.engine.WRITE_AFTER_S", 0.1)
+    thread = mlx_thread()
+    model = thread.call(lambda: tiny_model("llama"))
+    engine = engine_of(model, "llama", folder=tmp_path)
+    woken: list[float] = []
+    original = engine.step
+    try:
+        collect(submit(engine, "a", text(1, 200), tokens=4))
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.rglob("*.kv")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert list(tmp_path.rglob("*.kv"))
+        time.sleep(0.3)
+        engine.step = lambda: (woken.append(time.monotonic()), original())[1]  # type: ignore[method-assign]
+        time.sleep(0.6)
+        assert woken == [], "nothing wakes it"
+    finally:
+        del engine.step
         thread.call(engine.close)
