@@ -43,6 +43,16 @@ class Settings:
     """Prompt tokens per prefill step at most."""
     context_length: int | None = None
     """A limit below the model's own."""
+    memory_mb: int | None = None
+    """MiB for weights, contexts and idle prefixes together; None: what this machine gives to models."""
+    prefix_cache_mb: int | None = None
+    """MiB for idle prefixes in memory; 0: none; None: what is spare."""
+    prefix_disk_mb: int | None = None
+    """MiB for idle prefixes on disk, of all models together; None: 4096 for `serve`, none elsewhere."""
+    wired_limit_mb: int | None = None
+    """MiB that macOS may not swap out; None: what mlx recommends; 0: none. Of no effect elsewhere."""
+    keep_alive: int | None = None
+    """Seconds without a request after which `serve` unloads a model; None: not before others need its memory."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -169,6 +179,11 @@ def _check(s: Settings) -> None:
         "max_queue": (s.max_queue, 1, 100_000),
         "prefill_chunk": (s.prefill_chunk, 1, 65536),
         "context_length": (1 if s.context_length is None else s.context_length, 1, 2**31 - 1),
+        "memory_mb": (64 if s.memory_mb is None else s.memory_mb, 64, 2**31 - 1),
+        "wired_limit_mb": (s.wired_limit_mb or 0, 0, 2**31 - 1),
+        "prefix_cache_mb": (s.prefix_cache_mb or 0, 0, 2**31 - 1),
+        "prefix_disk_mb": (s.prefix_disk_mb or 0, 0, 2**31 - 1),
+        "keep_alive": (s.keep_alive or 0, 0, 2**31 - 1),
     }
     for name, (value, low, high) in limits.items():
         if not low <= value <= high:

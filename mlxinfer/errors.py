@@ -10,6 +10,7 @@ MlxinferError
 ├── UnsupportedModelError      a sound file, an architecture or format that is not supported
 ├── DownloadError              a download broke off or failed its checksum; what arrived is kept
 ├── WontFitError               the model does not fit this machine's memory
+│   └── ModelsBusyError        it would, but models that are at work stand in the way (HTTP 503)
 ├── QueueFullError             too many requests are waiting (HTTP 429)
 ├── EngineError                a step failed inside the engine (HTTP 500)
 └── EngineClosedError          the model was unloaded (HTTP 503)
@@ -96,6 +97,16 @@ class WontFitError(MlxinferError):
     exit_code = 4
     status = 503
     code = "wont_fit"
+
+
+class ModelsBusyError(WontFitError):
+    """The model would fit in place of others, which are at work. `retry_after` is a hint in seconds."""
+
+    code = "models_busy"
+
+    def __init__(self, message: str, *, retry_after: float = 5.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class QueueFullError(MlxinferError):

@@ -16,9 +16,10 @@ from mlxinfer.config import Settings, load_settings, override
 from mlxinfer.engine.engine import Engine, Request
 from mlxinfer.engine.generation import Generation, Stream
 from mlxinfer.engine.inputs import Prompt, checked_ids, checked_messages, sampling_params
-from mlxinfer.engine.runner import RowSpec
+from mlxinfer.engine.rows import RowSpec
 from mlxinfer.engine.sampling import RowSampling
 from mlxinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from mlxinfer.tokenizer import message_starts, turn_tokens
 from mlxinfer.types import ModelInfo, Progress, ProgressEvent, Reply, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,11 +31,14 @@ def load(
     *,
     settings: Settings | None = None,
     progress: Progress | None = None,
+    fetch: bool = True,
+    cancel: threading.Event | None = None,
     **overrides: Any,
 ) -> LLM:
     """Load a model by alias, hub id, folder or .gguf file; it is fetched first when it isn't on this machine.
 
-    `overrides` are fields of Settings, for example `dtype="float16"` or `max_num_seqs=8`.
+    `overrides` are fields of Settings, for example `dtype="float16"` or `max_num_seqs=8`. Without `fetch` a model that
+    isn't here is an OfflineError. `cancel`, set from another thread, ends the call with zoo.CancelledError.
     Raises ModelNotFoundError, OfflineError, GatedModelError, DownloadError, ModelFileError, UnsupportedModelError
     or WontFitError.
     """
@@ -43,10 +47,10 @@ def load(
 
     name = os.fspath(name)
     settings = load_settings(overrides) if settings is None else override(settings, overrides)
-    files = zoo.resolve(name, settings, progress=progress)
+    files = zoo.resolve(name, settings, fetch=fetch, progress=progress, cancel=cancel)
     if progress is not None:
         progress(ProgressEvent("load", 0, files.size_bytes, name))
-    started = start_engine(files.kind, files.path, name=name, source=files.origin, settings=settings)
+    started = start_engine(files.kind, files.path, name=name, source=files.origin, settings=settings, cancel=cancel)
     if progress is not None:
         progress(ProgressEvent("load", files.size_bytes, files.size_bytes, name))
     return LLM(started.info, started.tokenizer, _defaults(name, started.defaults), started.engine, settings)
@@ -73,6 +77,7 @@ class LLM:
         self.defaults = defaults
         self.settings = settings
         self._engine = engine
+        self._turns = turn_tokens(tokenizer) if engine.state.needs_checkpoints else frozenset[int]()
         self._unloading = threading.Lock()
         # A model that nobody holds any more is unloaded; in a notebook `llm = load(…)` is run again and again.
         weakref.finalize(self, engine.thread.post, engine.close).atexit = False
@@ -109,10 +114,14 @@ class LLM:
 
     # -- the one way in --------------------------------------------------------------------------------------------
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Generation:
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, tenant: str = ""
+    ) -> Generation:
         """Queue a request and return at once. Everything is validated here, before any work.
 
-        Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineClosedError.
+        Requests share computed prefixes with others of the same `tenant` only: elsewhere, how fast a first token comes
+        would tell what others asked.
+        Raises InvalidRequestError, ContextLengthError, QueueFullError, WontFitError or EngineClosedError.
         """
         prompt_ids = checked_ids(prompt_ids)
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -120,9 +129,10 @@ class LLM:
         max_tokens = self.check(prompt_ids, params)
         params = params.with_defaults(self.defaults)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        spec = RowSpec(f"req-{secrets.token_hex(8)}", tuple(prompt_ids), RowSampling.of(params), seed)
+        spec = RowSpec(f"req-{secrets.token_hex(8)}", tuple(prompt_ids), RowSampling.of(params), seed, tenant)
         eos = frozenset[int]() if params.ignore_eos else self.tokenizer.eos_token_ids
-        request = Request(spec, max_tokens, eos, priority)
+        starts = message_starts(prompt_ids, self._turns) if self._engine.state.needs_checkpoints else ()
+        request = Request(spec, max_tokens, eos, priority, starts)
         return Generation(request, self._engine, self.tokenizer, params.stop, self.info.name, self)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:

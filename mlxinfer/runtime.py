@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from mlxinfer.errors import InvalidRequestError
+
 if TYPE_CHECKING:
     import mlx.core as mx
 
@@ -108,6 +110,24 @@ def memory() -> Memory:
             total, available = cgroup, min(available, cgroup)
         limit = int(total * 0.85)
     return Memory(total=total, available=available, budget=limit)
+
+
+def set_wired_limit(mib: int | None) -> None:
+    """How many MiB Metal keeps resident; None is its recommended working set, 0 none. Without Metal nothing happens.
+
+    macOS caps it at iogpu.wired_limit_mb; more is an InvalidRequestError.
+    """
+    recommended = _metal_working_set()
+    if recommended is None:
+        return
+    import mlx.core as mx
+
+    try:
+        mx.set_wired_limit(recommended if mib is None else mib << 20)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"wired_limit_mb is {mib}; this machine recommends {recommended >> 20}: {error}", param="wired_limit_mb"
+        ) from error
 
 
 def _metal_working_set() -> int | None:

@@ -1,4 +1,4 @@
-"""`mlxinfer serve`: load models, then answer HTTP until told to stop."""
+"""`mlxinfer serve`: load what fits, then answer HTTP until told to stop."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from mlxinfer.cli import checks, loading, options, output, process
+from mlxinfer.cli import checks, loading, options, output, process, progress
+from mlxinfer.config import override
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
     from mlxinfer.config import Settings
-    from mlxinfer.llm import LLM
+    from mlxinfer.pool import ModelPool
 
 _SERVED_NAME = re.compile(r"[A-Za-z0-9][\w./:@+-]{0,199}", re.ASCII)
+PREFIX_DISK_MB = 4096
+"""A server is restarted and its clients go on; a notebook shouldn't write what was said to disk unasked."""
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -30,6 +33,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     epilog=options.example(
         "mlxinfer serve smollm2-135m",
         "mlxinfer serve smollm2-135m tuned=./my-model --port 8000",
+        "mlxinfer serve qwen3-8b gemma3-4b --pin qwen3-8b --keep-alive 600",
         "MLXINFER_API_KEY=secret mlxinfer serve smollm2-135m --host 0.0.0.0",
     ),
 )
@@ -38,20 +42,31 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 @click.option("--port", type=int, metavar="N", help="Port [8080]; 0 takes a free one.")
 @click.option("--allow-host", multiple=True, metavar="NAME", help="Another name in the Host header to answer to.")
 @click.option("--allow-origin", multiple=True, metavar="URL", help="A web page's origin that may call.")
+@click.option("--pin", multiple=True, metavar="NAME", help="Keep this model once it is loaded; may be repeated.")
+@click.option("--keep-alive", type=int, metavar="SECONDS", help="Unload a model after this long without a request.")
+@click.option("--lazy", is_flag=True, help="Load nothing before the first request for it.")
 @options.engine_options
 @options.json_option
 def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     """Serve MODELs over HTTP: an alias, a hub id, a folder, a .gguf file, or NAME=SOURCE to choose the name.
 
+    Those that fit beside each other are loaded at once, the others when a request names them; the least recently used
+    makes room.
+
     SIGTERM lets running requests end and exits with 0.
     """
-    settings = options.settings_of(ctx=opts["ctx"], dtype=opts["dtype"], host=opts["host"], port=opts["port"])
+    flags = {name: opts[name] for name in ("ctx", "dtype", "host", "port", "keep_alive")}
+    settings = options.settings_of(**flags)
+    if settings.prefix_disk_mb is None:
+        settings = override(settings, {"prefix_disk_mb": PREFIX_DISK_MB})
     given = bool(models)
     if not models and settings.model:
         models = (settings.model,)
     if not models:
         raise click.UsageError("name a model: mlxinfer serve MODEL, or set `model` in config.toml")
     named = name_models(models)
+    if unknown := next((name for name in opts["pin"] if name not in named), None):
+        raise click.UsageError(f"--pin {unknown}: no model is served under that name; served are {', '.join(named)}")
     for source in named.values():  # all of them, before the first is loaded for minutes
         with loading.naming_the_setting(source, given=given):
             checks.check_generates(source)
@@ -60,14 +75,40 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         with ExitStack() as stack:
-            loaded: dict[str, LLM] = {}
+            pool = _pool(named, settings, opts["pin"])
+            stack.callback(pool.close)
             for name, source in named.items():
                 with loading.naming_the_setting(source, given=given), _kept_if_cut_off(stack):
-                    loaded[name] = loading.load_model(source, settings)
-                stack.callback(loaded[name].unload)
-            _run(loaded, settings, access, as_json=as_json)
+                    _bring(pool, name, source, settings, lazy=opts["lazy"])
+            _run(pool, settings, access, as_json=as_json)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _pool(named: dict[str, str], settings: Settings, pinned: tuple[str, ...]) -> ModelPool:
+    from mlxinfer.pool import Machine, ModelPool
+
+    return ModelPool(named, Machine(settings), keep_alive=settings.keep_alive, pinned=pinned)
+
+
+def _bring(pool: ModelPool, name: str, source: str, settings: Settings, *, lazy: bool) -> None:
+    """Load a model if it fits beside those before it, else see to it that its files are here."""
+    first = all(pool.llm(other) is None for other in pool)
+    if lazy or not first:
+        _fetch(source, settings)
+    if lazy or not (first or pool.fits_now(name)):
+        why = "" if lazy else ": it doesn't fit beside the others"
+        output.say(f"{name} is not loaded yet{why}. The first request for it loads it.", dim=True)
+        return
+    pool.adopt(name, loading.load_model(source, settings))
+
+
+def _fetch(source: str, settings: Settings) -> None:
+    from mlxinfer import zoo
+
+    checks.check_fits(source, settings)
+    with progress.reporting() as report:
+        zoo.resolve(source, settings, progress=report)
 
 
 @contextlib.contextmanager
@@ -89,16 +130,19 @@ def _check_address(settings: Settings, access: dict[str, Any]) -> None:
     bind(settings.host, settings.port).close()
 
 
-def _run(loaded: dict[str, LLM], settings: Settings, access: dict[str, Any], *, as_json: bool) -> None:
+def _run(pool: ModelPool, settings: Settings, access: dict[str, Any], *, as_json: bool) -> None:
+    from mlxinfer.engine.governor import governor
     from mlxinfer.server.run import serve as run_server
+
+    governor().on_pressure = pool.relieve
 
     def started(host: str, port: int) -> None:
         address = url(host, port)
         if as_json:
-            output.emit_json({"url": address, "models": list(loaded)})
-        output.say(f"Serving {', '.join(loaded)} at {address}/v1   (Ctrl-C stops)")
+            output.emit_json({"url": address, "models": list(pool)})
+        output.say(f"Serving {', '.join(pool)} at {address}/v1   (Ctrl-C stops)")
 
-    ended_by = run_server(loaded, host=settings.host, port=settings.port, on_started=started, **access)
+    ended_by = run_server(pool, host=settings.host, port=settings.port, on_started=started, **access)
     if ended_by == signal.SIGINT:
         raise click.Abort
 

@@ -12,7 +12,7 @@ from mlxinfer.engine.events import Event, Open, Request, Sink, sent, timings_of
 from mlxinfer.engine.governor import Governor, governor
 from mlxinfer.engine.memory import RESERVE_TOKENS
 from mlxinfer.engine.prefix_node import shared_length
-from mlxinfer.engine.prefix_store import PrefixStore, can_restore
+from mlxinfer.engine.prefix_store import PrefixStore
 from mlxinfer.engine.scheduler import MIN_SHARED, SchedulerState, Tracked, load_of, schedule
 from mlxinfer.errors import EngineClosedError, EngineError, MlxinferError, QueueFullError, WontFitError
 from mlxinfer.types import FinishReason, Usage
@@ -66,7 +66,7 @@ class Engine:
         self.prefix_bytes = prefix_bytes
         self.memory = memory or governor()
         self._reserved = 0
-        if prefix_bytes != 0 and can_restore(runner):
+        if prefix_bytes != 0 and runner.restores:
             runner.prefixes = PrefixStore(needs_state=runner.needs_checkpoints, max_bytes=0, disk=disk)
         self.max_queue = max_queue
         self.state = SchedulerState(

@@ -10,6 +10,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import mlx.core as mx
+
 from mlxinfer import runtime
 from mlxinfer.errors import WontFitError
 
@@ -109,6 +111,20 @@ class Governor:
                 cached -= held - other.cached_bytes()
         if spare < 0 and self.on_pressure is not None:
             self.on_pressure(-spare)
+
+    def held_bytes(self) -> int:
+        """What this process holds and won't give away for the asking: mlx's memory without idle prefixes."""
+        return max(0, mx.get_active_memory() - sum(m.cached_bytes() for m in list(self._members)))
+
+    def reclaim(self, needed: int) -> None:
+        """Let idle prefixes make room for `needed` bytes of a model that is about to be loaded. On the MLX thread."""
+        spare = max(0, self.budget - self.held_bytes() - needed)
+        cached = sum(m.cached_bytes() for m in self._members)
+        for member in self._members:
+            if cached > spare:
+                held = member.cached_bytes()
+                member.shrink_cache(max(0, held - (cached - spare)))
+                cached -= held - member.cached_bytes()
 
     def _weights(self) -> int:
         return sum(m.weight_bytes for m in self._members)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
 
 class HeadRows:
@@ -22,7 +22,7 @@ class HeadRows:
         self.keep: mx.array | None = None
         self.installed = False
 
-    def install(self, model: nn.Module, forward: Callable[[mx.array | None], mx.array]) -> None:
+    def install(self, model: nn.Module, forward: Callable[[mx.array | None], mx.array]) -> Generator[None, None, None]:
         """Put it under `model`, if `forward(keep)` gives the same logits [K, 1, vocab] as `forward(None)[keep]`."""
         stack = _stack_of(model)
         if stack is None:
@@ -39,7 +39,12 @@ class HeadRows:
         stack.__class__ = Stack
         keep = mx.array([1])
         try:
-            whole, part = forward(None), forward(keep)
+            whole = forward(None)
+            mx.eval(whole)
+            yield
+            part = forward(keep)
+            mx.eval(part)
+            yield
             self.installed = whole.shape[0] > 1 and bool(mx.allclose(whole[keep], part, rtol=1e-3, atol=1e-3).item())
         except (ValueError, TypeError, IndexError, AttributeError, RuntimeError):
             self.installed = False

@@ -1,28 +1,37 @@
-"""From files to a model in memory, on the MLX thread: read, cast by the dtype policy, dequantize where that pays."""
+"""From files to a model in memory: read, cast by the dtype policy, dequantize where that pays.
+
+`prepare` looks at the files and makes the tokenizer, on any thread: it makes no array. `build` makes the arrays on the
+MLX thread, in short pieces, so that the streams of other models go on.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlxinfer import runtime, upstream
+from mlxinfer.engine.governor import governor
 from mlxinfer.errors import ModelFileError, WontFitError
 from mlxinfer.formats.files import read_json_object
-from mlxinfer.formats.gguf import load_gguf
+from mlxinfer.formats.gguf import plan_gguf, read_weights
 from mlxinfer.formats.safetensors import TensorInfo, check_dtypes, check_safetensors, shard_files
 from mlxinfer.tokenizer import Tokenizer
 from mlxinfer.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Generator, Mapping
     from pathlib import Path
 
+T = TypeVar("T")
+
+PIECE_BYTES = 16 << 20
+"""Weights computed at a time while a model loads: some 5 to 50 ms, from disk or on a CPU."""
 DEQUANTIZE_SHARE = 0.5
 """On a CPU a quantized model is dequantized at load when the result takes at most this share of the memory budget."""
 
@@ -43,40 +52,85 @@ class LoadedModel:
     weight_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Checked files and what they say; no array yet."""
+
+    config: dict[str, Any]
+    tokenizer: Tokenizer
+    defaults: SamplingParams
+    dtype: str
+    """Settings.dtype."""
+    pieces: Callable[[], Generator[None, None, tuple[nn.Module, dict[str, Any]]]]
+    """Reads the weights → model and config, lazily where the format allows; on the MLX thread."""
+    needed_bytes: int
+    """What the weights take in memory, as far as the files tell."""
+
+
 def load_model(kind: Literal["folder", "gguf"], path: Path, *, dtype: str = "auto") -> LoadedModel:
-    """Load a model folder or a GGUF file. On the MLX thread: arrays belong to the thread that makes them.
+    """Load a model folder or a GGUF file in one go. On the MLX thread: arrays belong to the thread that makes them.
 
     Raises ModelFileError, UnsupportedModelError or WontFitError.
     """
-    source = _from_gguf(path, dtype) if kind == "gguf" else _from_folder(path, dtype)
-    model, config = source.model, source.config
+    return drained(build(prepare(kind, path, dtype=dtype)))
+
+
+def drained(pieces: Generator[None, None, T]) -> T:
+    """The value of a generator, run to its end."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as done:
+            return done.value
+
+
+def prepare(kind: Literal["folder", "gguf"], path: Path, *, dtype: str = "auto") -> Prepared:
+    """Check the files of a model and make its tokenizer. On any thread.
+
+    Raises ModelFileError, UnsupportedModelError or WontFitError.
+    """
+    return _prepare_gguf(path, dtype) if kind == "gguf" else _prepare_folder(path, dtype)
+
+
+def build(prepared: Prepared) -> Generator[None, None, LoadedModel]:
+    """Make the arrays, a piece of at most about PIECE_BYTES between two yields. On the MLX thread.
+
+    Raises ModelFileError, UnsupportedModelError or WontFitError.
+    """
+    governor().reclaim(prepared.needed_bytes)
+    model, config = yield from prepared.pieces()
+    yield
     quantization = describe_quantization(config)
-    dtype_name = _apply_dtype_policy(model, dtype)
+    dtype_name = _apply_dtype_policy(model, prepared.dtype)
     if quantization != "none" and not _is_quantized(model):
         quantization += ", dequantized in memory"
-    mx.eval(model.parameters())
+    yield
+    yield from _evaluate(model)
+    vocab_size = _vocab_size(model)
     return LoadedModel(
         model=model,
         config=config,
-        tokenizer=source.tokenizer,
-        defaults=source.defaults,
+        tokenizer=prepared.tokenizer,
+        defaults=prepared.defaults,
         dtype=dtype_name,
         quantization=quantization,
         context_length=context_length(config),
-        vocab_size=_vocab_size(model),
+        vocab_size=vocab_size,
         num_parameters=upstream.num_parameters(model),
         weight_bytes=weight_bytes(model),
     )
 
 
-@dataclass(slots=True)
-class _Source:
-    """What a folder or a GGUF file gives before the dtype policy."""
-
-    model: nn.Module
-    config: dict[str, Any]
-    tokenizer: Tokenizer
-    defaults: SamplingParams
+def _evaluate(model: nn.Module) -> Generator[None, None, None]:
+    """Compute what the parameters still are on paper: reads, casts, dequantized layers. One parameter isn't cut."""
+    batch: list[mx.array] = []
+    for weight in parameters(model):
+        batch.append(weight)
+        if sum(w.nbytes for w in batch) >= PIECE_BYTES:
+            mx.eval(batch)
+            batch.clear()
+            yield
+    mx.eval(batch)
 
 
 def _vocab_size(model: nn.Module) -> int:
@@ -88,24 +142,31 @@ def _vocab_size(model: nn.Module) -> int:
         raise ModelFileError(f"the model can't run with this config: {type(error).__name__}: {error}") from error
 
 
-def _from_gguf(path: Path, dtype: str) -> _Source:
-    check_memory(path.name, path.stat().st_size)
+def _prepare_gguf(path: Path, dtype: str) -> Prepared:
+    needed = path.stat().st_size
+    check_memory(path.name, needed)
     # None lets the reader choose: float16 keeps GGUF's float16 scales exactly, but Gemma overflows it.
     wanted = None if dtype == "auto" and not runtime.on_cpu() else runtime.compute_dtype(dtype, mx.float16)
-    gguf = load_gguf(path, dtype=wanted)
+    plan = plan_gguf(path)
+    vocabulary = plan.vocabulary
     tokenizer = Tokenizer.from_parts(
-        tokenizer_json=gguf.tokenizer_json,
-        chat_template=gguf.chat_template,
-        bos_token=gguf.bos_token,
-        eos_token=gguf.eos_token,
-        eos_token_ids=gguf.eos_token_ids,
-        add_bos_token=gguf.add_bos_token,
+        tokenizer_json=vocabulary.tokenizer_json,
+        chat_template=vocabulary.chat_template,
+        bos_token=vocabulary.bos_token,
+        eos_token=vocabulary.eos_token,
+        eos_token_ids=vocabulary.eos_token_ids,
+        add_bos_token=vocabulary.add_bos_token,
     )
-    defaults = sampling_defaults(gguf.generation_config)
-    return _Source(upstream.build_model(gguf.config, gguf.weights), gguf.config, tokenizer, defaults)
+    upstream.model_classes(plan.config)
+
+    def pieces() -> Generator[None, None, tuple[nn.Module, dict[str, Any]]]:
+        weights, config = yield from read_weights(plan, dtype=wanted)
+        return upstream.build_model(config, weights), config
+
+    return Prepared(plan.config, tokenizer, sampling_defaults(vocabulary.generation_config), dtype, pieces, needed)
 
 
-def _from_folder(folder: Path, dtype: str) -> _Source:
+def _prepare_folder(folder: Path, dtype: str) -> Prepared:
     config = read_json_object(folder / "config.json")
     if config is None:
         raise ModelFileError(f"{folder} has no config.json; a model folder in the Hugging Face layout is expected")
@@ -117,9 +178,14 @@ def _from_folder(folder: Path, dtype: str) -> _Source:
     tensors = {name: info for shard in shards for name, info in check_safetensors(shard).items()}
     check_dtypes(tensors, str(folder))
     check_layers(folder, config, len(tensors))
-    check_memory(folder.name, _bytes_in_memory(tensors, dtype))
-    model, config = upstream.load_folder(folder, shards)
-    return _Source(model, config, tokenizer, defaults)
+    needed = _bytes_in_memory(tensors, dtype)
+    check_memory(folder.name, needed)
+
+    def pieces() -> Generator[None, None, tuple[nn.Module, dict[str, Any]]]:
+        yield
+        return upstream.load_folder(folder, shards)
+
+    return Prepared(config, tokenizer, defaults, dtype, pieces, needed)
 
 
 def check_layers(folder: Path, config: Mapping[str, Any], num_tensors: int) -> None:
@@ -141,7 +207,7 @@ def _bytes_in_memory(tensors: Mapping[str, TensorInfo], dtype: str) -> int:
 
 def check_memory(name: str, needed: int) -> None:
     """Raise WontFitError when `needed` bytes of weights don't fit beside what this process holds already."""
-    budget, held = runtime.memory().budget, mx.get_active_memory()
+    budget, held = runtime.memory().budget, governor().held_bytes()
     if needed > budget - held:
         beside = f", of which {held / 2**30:.1f} GiB are in use by loaded models" if held > 2**20 else ""
         raise WontFitError(
@@ -176,7 +242,7 @@ def _apply_dtype_policy(model: nn.Module, setting: str) -> str:
     if runtime.on_cpu() and _is_quantized(model):
         # mlx's CPU kernels for packed weights are far slower than a float32 product.
         plain = upstream.num_parameters(model) * target.size
-        if plain <= runtime.memory().budget * DEQUANTIZE_SHARE - mx.get_active_memory():
+        if plain <= runtime.memory().budget * DEQUANTIZE_SHARE - governor().held_bytes():
             upstream.dequantize(model)
     return str(target).removeprefix("mlx.core.")
 

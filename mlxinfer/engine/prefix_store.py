@@ -15,7 +15,7 @@ from mlxinfer.engine.kv import STEP, SeqKV, Sequence
 from mlxinfer.engine.prefix import PrefixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
     from collections.abc import Sequence as Seq
 
     from mlxinfer.engine.prefix import Evicted
@@ -180,7 +180,7 @@ class PrefixStore:
         self.tree.clear()
 
 
-def can_restore(runner: Runner) -> bool:
+def can_restore(runner: Runner) -> Generator[None, None, bool]:
     """Whether a sequence of this model goes on the same from a checkpoint: not every cache of mlx-lm's can be set."""
     whole, again = runner.new_sequence(), runner.new_sequence()
     runner.forward([whole], [[0, 1, 0]])
@@ -191,7 +191,12 @@ def can_restore(runner: Runner) -> bool:
         for mine, theirs in zip(again.plain(), whole.plain(), strict=True):
             mine.load(theirs.shared(), 0, whole.length)
         again.length = whole.length
-        ours, theirs = (runner.forward([sequence], [[1]]) for sequence in (again, whole))
+        mx.eval(again.arrays(), whole.arrays())
+        yield
+        ours = runner.forward([again], [[1]])
+        mx.eval(ours)
+        yield
+        theirs = runner.forward([whole], [[1]])
         return bool(mx.allclose(ours, theirs, rtol=1e-3, atol=1e-3).item())
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
         return False

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from mlxinfer.engine.head import HeadRows
 from mlxinfer.engine.kv import Sequence, kv_cost, sequence_like
+from mlxinfer.engine.prefix_store import can_restore
 from mlxinfer.engine.ragged import Batch, ragged_attention
 from mlxinfer.engine.rows import Decoding, Launched, Row, RowSpec, uniforms
 from mlxinfer.engine.sampling import BatchSampler, RowState
@@ -20,7 +21,7 @@ from mlxinfer.engine.tier import probe_tier
 from mlxinfer.upstream import make_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
     from collections.abc import Sequence as Seq
 
     from mlxinfer.engine.memory import KVCost
@@ -34,20 +35,33 @@ CLEAR_EVERY = 256
 class Runner:
     """Drives one model. `tier` is "ragged", "batched-state" or "sequential"; `tier_reason` says why."""
 
-    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+    def __init__(self, model: nn.Module, vocab_size: int, *, probed: bool = True) -> None:
+        """Without `probed` nothing has been tried yet: `probe` has to be run to its end before the first request."""
         self.model: Any = model
         self.vocab_size = vocab_size
         self.attention = ragged_attention()
         self.head = HeadRows()
         self.prefixes: PrefixStore | None = None
-        self.tier, self.tier_reason = probe_tier(model, self.attention)
+        self.tier = self.tier_reason = ""
+        self.restores = False
+        """A sequence goes on the same from a checkpoint."""
         self._rows: dict[str, Row] = {}
         self._decoding: Decoding | None = None
         self._steps = 0
+        if probed:
+            for _ in self.probe():
+                pass
+
+    def probe(self) -> Generator[None, None, None]:
+        """Find out how the model can be driven, in pieces of one forward, so that other engines go on meanwhile."""
+        self.tier, self.tier_reason = yield from probe_tier(self.model, self.attention)
         if self.fused:
-            self.head.install(model, self._head_probe)
+            yield from self.head.install(self.model, self._head_probe)
+            yield
         self.needs_checkpoints = bool(self.new_sequence().stateful())
         self.kv_cost = self._measure()
+        yield
+        self.restores = yield from can_restore(self)
 
     @property
     def fused(self) -> bool:

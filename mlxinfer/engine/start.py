@@ -1,21 +1,33 @@
-"""Load a model on the MLX thread and put an engine around it."""
+"""Load a model on the MLX thread, in slices, and put an engine around it."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
+from mlxinfer import runtime, upstream
+from mlxinfer.engine.disk import DiskTier
 from mlxinfer.engine.engine import Engine
-from mlxinfer.engine.loading import load_model
+from mlxinfer.engine.fingerprint import fingerprint
+from mlxinfer.engine.loading import Prepared, build, prepare
+from mlxinfer.engine.prefix_disk import PrefixDisk
 from mlxinfer.engine.runner import Runner
 from mlxinfer.engine.worker import MlxThread, mlx_thread
 from mlxinfer.types import ModelInfo, SamplingParams
+from mlxinfer.zoo import CancelledError
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
 
     from mlxinfer.config import Settings
     from mlxinfer.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+FORMAT = "1"
+"""Of what a prefix on disk holds; another number starts with a cold cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,36 +40,70 @@ class Started:
     defaults: SamplingParams
 
 
-def start_engine(kind: Literal["folder", "gguf"], path: Path, *, name: str, source: str, settings: Settings) -> Started:
-    """Load the model at `path` and start stepping it. Blocks until it is ready; raises what loading raises."""
+def start_engine(
+    kind: Literal["folder", "gguf"],
+    path: Path,
+    *,
+    name: str,
+    source: str,
+    settings: Settings,
+    cancel: threading.Event | None = None,
+) -> Started:
+    """Load the model at `path` and start stepping it. Blocks until it is ready; raises what loading raises.
+
+    The MLX thread does it in slices, between the steps of other engines. `cancel` may be set from any thread: what was
+    read is let go of and CancelledError raised.
+    """
     thread = mlx_thread()
-    loaded: list[Started] = []
-
-    def run() -> Started:
-        loaded.append(_start(thread, kind, path, name, source, settings))
-        return loaded[0]
-
+    prepared = prepare(kind, path, dtype=settings.dtype)
+    tier = _disk_tier(kind, path, settings)
+    job = thread.run_sliced(_start(thread, prepared, name, source, settings, tier, cancel or threading.Event()))
     try:
-        return thread.call(run)
+        started = job.result()
     except BaseException:
-        # Ctrl-C: the load goes on behind our back; what comes of it is closed when it is there.
-        thread.post(lambda: loaded[0].engine.close() if loaded else None)
+        # Ctrl-C: the next slice is not run.
+        job.cancel()
         raise
+    # Here and not in the job, so that one that is cancelled at its very end leaves nothing behind.
+    thread.post(lambda: thread.attach(started.engine))
+    return started
+
+
+def _disk_tier(kind: Literal["folder", "gguf"], path: Path, settings: Settings) -> DiskTier | None:
+    """Where idle prefixes of this model are kept, its index read."""
+    if not settings.prefix_disk_mb or settings.prefix_cache_mb == 0:
+        return None
+    how = {"dtype": settings.dtype, "device": runtime.device_name(), "format": FORMAT, **upstream.versions()}
+    tier = DiskTier(settings.cache_dir / "prefixes", fingerprint(kind, path, how), settings.prefix_disk_mb << 20)
+    tier.load_index()
+    return tier
 
 
 def _start(
-    thread: MlxThread, kind: Literal["folder", "gguf"], path: Path, name: str, source: str, settings: Settings
-) -> Started:
-    loaded = load_model(kind, path, dtype=settings.dtype)
-    runner = Runner(loaded.model, loaded.vocab_size)
+    thread: MlxThread,
+    prepared: Prepared,
+    name: str,
+    source: str,
+    settings: Settings,
+    tier: DiskTier | None,
+    cancel: threading.Event,
+) -> Generator[None, None, Started]:
+    loaded = yield from _unless(cancel, name, build(prepared))
+    yield
+    runner = Runner(loaded.model, loaded.vocab_size, probed=False)
+    yield from runner.probe()
     engine = Engine(
         thread,
         runner,
         max_num_seqs=settings.max_num_seqs,
         max_queue=settings.max_queue,
         prefill_chunk=settings.prefill_chunk,
+        weight_bytes=loaded.weight_bytes,
+        prefix_bytes=None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20,
+        disk=None if tier is None else PrefixDisk(tier),
     )
-    thread.attach(engine)
+    engine.memory.set_budget(None if settings.memory_mb is None else settings.memory_mb << 20)
+    runtime.set_wired_limit(settings.wired_limit_mb)
     limit = settings.context_length
     info = ModelInfo(
         name=name,
@@ -73,3 +119,15 @@ def _start(
         has_chat_template=loaded.tokenizer.has_chat_template,
     )
     return Started(engine, info, loaded.tokenizer, loaded.defaults)
+
+
+def _unless(cancel: threading.Event, name: str, pieces: Generator[None, None, T]) -> Generator[None, None, T]:
+    while True:
+        if cancel.is_set():
+            pieces.close()
+            raise CancelledError(f"loading {name} was cancelled")
+        try:
+            next(pieces)
+        except StopIteration as done:
+            return done.value
+        yield

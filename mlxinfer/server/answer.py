@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from mlxinfer.llm import Generation
+    from mlxinfer.pool import Lease
     from mlxinfer.server.schemas import SamplingFields
     from mlxinfer.server.state import ServerState
     from mlxinfer.types import SamplingParams
@@ -66,6 +67,8 @@ class Answer:
     n: int
     """Choices per prompt; a prompt is counted once in the usage."""
     state: ServerState
+    lease: Lease
+    """Of the model; ends with the answer."""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
     usages: dict[int, Usage] = field(default_factory=dict)
@@ -115,10 +118,11 @@ class Answer:
         if include_usage:
             yield self._frame(self.kind.chunk, []) | {"usage": self.usage()}
 
-    def cancel(self) -> None:
-        """Harmless for generations that have ended."""
+    def end(self) -> None:
+        """Cancel what still runs and let go of the model. Harmless when it has ended."""
         for generation in self.generations:
             generation.cancel()
+        self.lease.release()
 
     def usage(self) -> dict[str, Any]:
         """Token counts of all choices; each prompt once."""
@@ -149,10 +153,10 @@ async def respond(request: Request, body: SamplingFields, ignored: tuple[str, ..
     headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
     if body.stream:
         options = body.stream_options
-        return EventStream(answer.chunks(bool(options and options.include_usage)), headers, answer.cancel)
+        return EventStream(answer.chunks(bool(options and options.include_usage)), headers, answer.end)
     try:
         whole = await until_disconnect(request.receive, answer.whole())
     finally:
-        answer.cancel()
+        answer.end()
     # Nobody reads the answer to a client that left.
     return json_response(whole or {}, headers=headers)

@@ -17,7 +17,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback needs an `api_key`."""
     api_key: str | None = None
-    """When set, every request but /health needs `Authorization: Bearer …`."""
+    """When set, every request but /health and /ready needs `Authorization: Bearer …`."""
     allowed_hosts: frozenset[str] = frozenset()
     """Names in the Host header that are answered, besides loopback and `host`."""
     allowed_origins: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""The endpoints. Each validates everything, renders and tokenizes off the event loop, and only then queues work."""
+"""The endpoints. Each validates, has its model loaded, renders and tokenizes off the event loop, then queues work."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from mlxinfer.server.schemas import ChatRequest, CompletionRequest, parse
 from mlxinfer.server.state import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mlxinfer.llm import LLM
+    from mlxinfer.pool import ModelStatus
     from mlxinfer.server.answer import Kind
     from mlxinfer.server.schemas import SamplingFields
     from mlxinfer.server.state import ServerState
@@ -31,53 +32,58 @@ router = APIRouter()
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A request that was checked, rendered and tokenized."""
+class _Checked:
+    """A request of which everything was checked that can be without its model."""
 
     body: SamplingFields
     ignored: tuple[str, ...]
-    name: str
-    llm: LLM
     params: SamplingParams
-    prompts: list[list[int]]
+    tokenize: Callable[[LLM], list[list[int]]]
+    """The prompts' token ids, rendered first and checked against the model's limits."""
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    return await _complete(request, CHAT, _prepare_chat)
+    return await _complete(request, CHAT, _check_chat)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    return await _complete(request, TEXT, _prepare_text)
+    return await _complete(request, TEXT, _check_text)
 
 
-async def _complete(
-    request: Request, kind: Kind, prepare: Callable[[ServerState, dict[str, Any]], _Prepared]
-) -> Response:
+async def _complete(request: Request, kind: Kind, check: Callable[[dict[str, Any]], _Checked]) -> Response:
     state = state_of(request)
     state.check_open()
-    body = await read_json(request, state)
-    made = await state.in_pool(functools.partial(prepare, state, body))
-    state.check_open()
-    n = made.body.n or 1
-    generations = submit_all(made.llm, made.prompts, seeded(made.params, n))
-    answer = Answer(kind, made.name, generations, n, state)
-    return await respond(request, made.body, made.ignored, answer)
+    sent = await read_json(request, state)
+    made = await state.in_pool(functools.partial(check, sent))
+    name = state.served_name(made.body.model)
+    lease = await state.lease(name, request.receive)
+    try:
+        prompts = await state.in_pool(functools.partial(made.tokenize, lease.llm))
+        state.check_open()
+        n = made.body.n or 1
+        generations = submit_all(lease.llm, prompts, seeded(made.params, n))
+    except BaseException:
+        lease.release()
+        raise
+    return await respond(request, made.body, made.ignored, Answer(kind, name, generations, n, state, lease))
 
 
-def _prepare_chat(state: ServerState, sent: dict[str, Any]) -> _Prepared:
+def _check_chat(sent: dict[str, Any]) -> _Checked:
     body, ignored = parse(ChatRequest, sent)
-    name, llm = state.model(body.model)
     params, kwargs = body.sampling(), body.template_kwargs()
     messages = [message.for_template(i) for i, message in enumerate(body.messages)]
-    return _Prepared(body, ignored, name, llm, params, [llm.prompt_ids(messages, **kwargs)])
+    return _Checked(body, ignored, params, lambda llm: [llm.prompt_ids(messages, **kwargs)])
 
 
-def _prepare_text(state: ServerState, sent: dict[str, Any]) -> _Prepared:
+def _check_text(sent: dict[str, Any]) -> _Checked:
     body, ignored = parse(CompletionRequest, sent)
-    name, llm = state.model(body.model)
-    params, prompts = body.sampling(), body.prompts()
+    params = body.sampling()
+    return _Checked(body, ignored, params, functools.partial(_encode, body.prompts(), params))
+
+
+def _encode(prompts: Sequence[str | list[int]], params: SamplingParams, llm: LLM) -> list[list[int]]:
     context = llm.info.context_length
     for prompt in prompts:
         # All of them before any is encoded: one that cannot fit costs nothing.
@@ -91,46 +97,54 @@ def _prepare_text(state: ServerState, sent: dict[str, Any]) -> _Prepared:
     for prompt in prompts:
         made.append(llm.tokenizer.encode(prompt, max_tokens=context) if isinstance(prompt, str) else prompt)
         llm.check(made[-1], params)
-    return _Prepared(body, ignored, name, llm, params, made)
+    return made
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
     state = state_of(request)
-    return json_response({"object": "list", "data": [_card(state, name) for name in state.models]})
+    cards = [_card(state, name, status) for name, status in state.models.status().items()]
+    return json_response({"object": "list", "data": cards})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     state = state_of(request)
-    state.model(name)
-    return json_response(_card(state, name))
+    return json_response(_card(state, name, state.models.status()[state.served_name(name)]))
 
 
-def _card(state: ServerState, name: str) -> dict[str, object]:
-    info = state.models[name].info
-    return {
-        "id": name,
-        "object": "model",
-        "created": state.started,
-        "owned_by": "mlxinfer",
-        "context_length": info.context_length,
-        "model_type": info.model_type,
-        "quantization": info.quantization,
-        "has_chat_template": info.has_chat_template,
-    }
+def _card(state: ServerState, name: str, status: ModelStatus) -> dict[str, object]:
+    card = {"id": name, "object": "model", "created": state.started, "owned_by": "mlxinfer", "state": status.state}
+    if (info := status.info) is not None:
+        card |= {
+            "context_length": info.context_length,
+            "model_type": info.model_type,
+            "quantization": info.quantization,
+            "has_chat_template": info.has_chat_template,
+        }
+    return card
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 when every model can serve, 503 when an engine is dead or the server is shutting down."""
+    """200 when every model that is loaded can serve, 503 when an engine is dead or the server is shutting down."""
     state = state_of(request)
-    models = {name: _health(llm) for name, llm in state.models.items()}
-    alive = all(model["status"] == "ok" for model in models.values())
+    models = {name: _health(state.models.llm(name), status) for name, status in state.models.status().items()}
+    alive = all(model["status"] != "dead" for model in models.values())
     status = "shutting_down" if state.inflight.draining else "ok" if alive else "dead"
     return json_response({"status": status, "models": models}, status=200 if status == "ok" else 503)
 
 
-def _health(llm: LLM) -> dict[str, object]:
-    stats = llm.stats()
-    return {"status": "ok" if llm.alive else "dead", "running": stats["running"], "waiting": stats["waiting"]}
+def _health(llm: LLM | None, status: ModelStatus) -> dict[str, object]:
+    word = status.state if llm is None else "ok" if llm.alive else "dead"
+    return {"status": word, "running": status.running, "waiting": status.waiting}
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 when what is to be loaded at the start is loaded and nothing loads, else 503 with what is missing."""
+    state = state_of(request)
+    states = state.models.status()
+    missing = {name: states[name].state for name in state.models.missing()}
+    status = "shutting_down" if state.inflight.draining else "loading" if missing else "ready"
+    return json_response({"status": status, "missing": missing}, status=200 if status == "ready" else 503)

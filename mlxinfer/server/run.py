@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from mlxinfer.llm import LLM
+    from mlxinfer.pool import ModelPool
     from mlxinfer.server.state import ServerState
 
 BACKLOG = 1024
@@ -38,7 +39,7 @@ WANTED_FILES = 8192
 
 
 def serve(
-    models: Mapping[str, LLM],
+    models: Mapping[str, LLM] | ModelPool,
     *,
     host: str = "127.0.0.1",
     port: int = 8080,
@@ -47,7 +48,9 @@ def serve(
     log_level: str = "warning",
     **options: Any,
 ) -> int | None:
-    """Serve `models` (name to loaded model) until SIGINT or SIGTERM, drain, and return that signal's number.
+    """Serve `models` until SIGINT or SIGTERM, drain, and return that signal's number.
+
+    They are a pool, or name to loaded model.
 
     `options` are fields of ServerOptions; `api_key` falls back to $MLXINFER_API_KEY. `on_started(host, port)` is called
     once connections are accepted; port 0 picks a free one. Does not unload the models.

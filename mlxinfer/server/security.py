@@ -77,7 +77,7 @@ class Guard:
 
     def _check_key(self, path: str, headers: Headers) -> None:
         key = self._options.api_key
-        if key is None or path == "/health":
+        if key is None or path in ("/health", "/ready"):
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
         # Latin-1 is how header bytes were decoded; compare_digest takes the same time wherever they differ.

@@ -81,7 +81,7 @@ def launch() -> Served:
         [sys.executable, "-m", "mlxinfer", "serve", DEMO, "--port", "0", "--json"],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"MLXINFER_CONFIG": os.devnull},
+        env=os.environ | {"MLXINFER_CONFIG": os.devnull, "MLXINFER_PREFIX_DISK_MB": "0"},
     )
     assert process.stdout is not None
     line = process.stdout.readline()

@@ -1,6 +1,6 @@
 """GGUF files: a bounded reader, and the way from one to an mlx-lm config, weights and a tokenizer.
 
-`read_gguf` imports no mlx; `load_gguf` does.
+`read_gguf` imports no mlx; `load_gguf`, and its two halves `plan_gguf` and `read_weights`, do.
 """
 
 from __future__ import annotations
@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 from mlxinfer.formats.gguf.reader import GGUFFile, GGUFTensor, read_gguf
 
 if TYPE_CHECKING:
-    from mlxinfer.formats.gguf.model import GGUFModel, load_gguf
+    from mlxinfer.formats.gguf.model import GGUFModel, GGUFPlan, load_gguf, plan_gguf, read_weights
 
-__all__ = ["GGUFFile", "GGUFModel", "GGUFTensor", "load_gguf", "read_gguf"]
+__all__ = [
+    "GGUFFile",
+    "GGUFModel",
+    "GGUFPlan",
+    "GGUFTensor",
+    "load_gguf",
+    "plan_gguf",
+    "read_gguf",
+    "read_weights",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("GGUFModel", "load_gguf"):
+    if name in ("GGUFModel", "GGUFPlan", "load_gguf", "plan_gguf", "read_weights"):
         from mlxinfer.formats.gguf import model
 
         return getattr(model, name)

@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 from mlxinfer.errors import ModelFileError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from mlxinfer.formats.gguf.reader import GGUFTensor
 
@@ -43,14 +43,31 @@ def read_tensor(tensor: GGUFTensor, dtype: mx.Dtype) -> Packed | mx.array:
     Scales and biases get `dtype` too: float32 holds every one exactly; float16 does for Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0
     (short of overflow), whose own are float16, and rounds those of Q4_K and Q5_K; bfloat16 keeps 8 bits of each.
     """
+    reading = read_in_slices(tensor, dtype)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as done:
+            return done.value
+
+
+def read_in_slices(tensor: GGUFTensor, dtype: mx.Dtype) -> Generator[None, None, Packed | mx.array]:
+    """`read_tensor` that yields between two slices of SLICE_ELEMENTS."""
     raw = tensor.read()
     step = max(1, SLICE_ELEMENTS // tensor.shape[-1])
     slices = [raw[start : start + step] for start in range(0, raw.shape[0], step)]
     if tensor.type in PACKED and len(tensor.shape) == 2:
-        pieces = [_pack(tensor, rows, dtype) for rows in slices]
+        pieces: list[tuple[mx.array, mx.array, mx.array]] = []
+        for rows in slices:
+            pieces.append(_pack(tensor, rows, dtype))
+            yield
         words, scales, biases = (_joined([piece[i] for piece in pieces]) for i in range(3))
         return Packed(words, scales, biases, PACKED[tensor.type][0])
-    return _joined([_floats(tensor, rows, dtype) for rows in slices]).reshape(tensor.shape)
+    floats: list[mx.array] = []
+    for rows in slices:
+        floats.append(_floats(tensor, rows, dtype))
+        yield
+    return _joined(floats).reshape(tensor.shape)
 
 
 def _joined(pieces: list[mx.array]) -> mx.array:

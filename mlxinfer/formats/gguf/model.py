@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlxinfer.formats.gguf.architectures import architecture_of, model_config, parameter_names
-from mlxinfer.formats.gguf.blocks import GROUP_SIZE, Packed, read_tensor
+from mlxinfer.formats.gguf.blocks import GROUP_SIZE, Packed, read_in_slices
 from mlxinfer.formats.gguf.reader import GGUFFile, read_gguf
 from mlxinfer.formats.gguf.vocab import read_vocabulary
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
 
     from mlxinfer.formats.gguf.architectures import Architecture
+    from mlxinfer.formats.gguf.vocab import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,31 @@ class GGUFModel:
     generation_config: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class GGUFPlan:
+    """What a file's header says; no array has been made."""
+
+    file: GGUFFile
+    architecture: Architecture
+    config: dict[str, Any]
+    """As in GGUFModel, without "quantization"."""
+    names: dict[str, str]
+    """mlx-lm parameter name of each tensor."""
+    vocabulary: Vocabulary
+
+
+def plan_gguf(path: Path) -> GGUFPlan:
+    """Read and check the header of `path`. On any thread. Raises ModelFileError or UnsupportedModelError."""
+    file = read_gguf(path)
+    architecture = architecture_of(file)
+    config = model_config(file)
+    names = parameter_names(file, architecture, config)
+    vocabulary = read_vocabulary(file, config["vocab_size"])
+    config["bos_token_id"] = vocabulary.bos_token_id
+    config["eos_token_id"] = list(vocabulary.eos_token_ids)
+    return GGUFPlan(file, architecture, config, names, vocabulary)
+
+
 def load_gguf(path: Path, *, dtype: mx.Dtype | None) -> GGUFModel:
     """Read `path` (of a split model, the first part) whole.
 
@@ -45,16 +72,15 @@ def load_gguf(path: Path, *, dtype: mx.Dtype | None) -> GGUFModel:
     dequantizer bit for bit. None takes `file_dtype`. At most one tensor is held twice at a time.
     Raises ModelFileError or UnsupportedModelError.
     """
-    file = read_gguf(path)
-    architecture = architecture_of(file)
-    config = model_config(file)
-    names = parameter_names(file, architecture, config)
-    vocabulary = read_vocabulary(file, config["vocab_size"])
-    weights, bits = _read_weights(file, architecture, config, names, dtype or file_dtype(file))
-    if bits:
-        config["quantization"] = _quantization(bits)
-    config["bos_token_id"] = vocabulary.bos_token_id
-    config["eos_token_id"] = list(vocabulary.eos_token_ids)
+    plan = plan_gguf(path)
+    reading = read_weights(plan, dtype=dtype)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as done:
+            weights, config = done.value
+            break
+    vocabulary = plan.vocabulary
     return GGUFModel(
         config=config,
         weights=weights,
@@ -68,28 +94,38 @@ def load_gguf(path: Path, *, dtype: mx.Dtype | None) -> GGUFModel:
     )
 
 
+def read_weights(
+    plan: GGUFPlan, *, dtype: mx.Dtype | None
+) -> Generator[None, None, tuple[dict[str, mx.array], dict[str, Any]]]:
+    """Read the tensors; yields after each and, of a large one, after each slice → (weights, config) of GGUFModel.
+
+    Raises ModelFileError or UnsupportedModelError.
+    """
+    weights, bits = yield from _read_weights(plan, dtype or file_dtype(plan.file))
+    return weights, plan.config | ({"quantization": _quantization(bits)} if bits else {})
+
+
 def file_dtype(file: GGUFFile) -> mx.Dtype:
     """float16, as ggml's own block scales; bfloat16 for files that hold it and for Gemma, which overflows float16."""
     kinds = Counter(t.type.name for t in file.tensors.values())
     return mx.bfloat16 if kinds["BF16"] or file.architecture.startswith("gemma") else mx.float16
 
 
-def _read_weights(
-    file: GGUFFile, architecture: Architecture, config: dict[str, Any], names: dict[str, str], dtype: mx.Dtype
-) -> tuple[dict[str, mx.array], dict[str, int]]:
+def _read_weights(plan: GGUFPlan, dtype: mx.Dtype) -> Generator[None, None, tuple[dict[str, mx.array], dict[str, int]]]:
     """(weights, bits of each packed layer by its path)."""
+    architecture, config = plan.architecture, plan.config
     weights: dict[str, mx.array] = {}
     bits: dict[str, int] = {}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name, target in names.items():
-        tensor = file.tensors[name]
+    for name, target in plan.names.items():
+        tensor = plan.file.tensors[name]
         stem = name.rsplit(".", 2)[-2]
         if architecture.shifted_norms and stem.endswith("_norm"):
-            value = read_tensor(tensor, mx.float32)
+            value = yield from read_in_slices(tensor, mx.float32)
             assert isinstance(value, mx.array)
             value = (value - 1.0).astype(dtype)
         else:
-            value = read_tensor(tensor, dtype)
+            value = yield from read_in_slices(tensor, dtype)
         parts = {"weight": value} if isinstance(value, mx.array) else _parts(value)
         if architecture.interleaved and stem in heads:
             parts = {part: halves_apart(array, heads[stem]) for part, array in parts.items()}
@@ -100,6 +136,7 @@ def _read_weights(
             parts = {kind: parts["weight"]}
         mx.eval(*parts.values())
         weights |= {f"{path}.{part}": array for part, array in parts.items()}
+        yield
     return weights, bits
 
 

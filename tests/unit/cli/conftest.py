@@ -87,6 +87,9 @@ class FakeLLM:
         self.streams.append(FakeStream(self.pieces, self.interrupt))
         return self.streams[-1]
 
+    def stats(self) -> dict[str, int]:
+        return {"running": 0, "waiting": 0}
+
     def unload(self) -> None:
         self.unloaded.set()
 

@@ -92,7 +92,7 @@ def test_the_exit_codes_are_the_documented_ones() -> None:
         "OfflineError",
         "GatedModelError",
     }
-    assert {name for name, code in codes.items() if code == 4} == {"WontFitError"}
+    assert {name for name, code in codes.items() if code == 4} == {"WontFitError", "ModelsBusyError"}
     assert set(codes.values()) == {1, 2, 3, 4}
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from mlxinfer.pool import ModelPool
     from tests.unit.cli.conftest import FakeLLM, Invoke
 
 
@@ -24,17 +25,22 @@ class FakeServer:
     def __init__(self) -> None:
         self.ended_by: int = signal.SIGTERM
         self.calls: list[dict[str, Any]] = []
+        self.fetched: list[str] = []
+        self.states: list[dict[str, str]] = []
 
-    def serve(self, models: dict[str, Any], *, on_started: Callable[[str, int], None], **rest: Any) -> int:
+    def serve(self, models: ModelPool, *, on_started: Callable[[str, int], None], **rest: Any) -> int:
         self.calls.append({"models": models, **rest})
+        self.states.append({name: status.state for name, status in models.status().items()})
         on_started(rest["host"], rest["port"] or 4567)
         return self.ended_by
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    """In place of uvicorn; the address is checked for real."""
+    """In place of uvicorn, and a machine where all fits; the address is checked for real."""
     fake = FakeServer()
+    monkeypatch.setattr("mlxinfer.pool.Machine.predict", lambda self, source, cancel: 1)
+    monkeypatch.setattr("mlxinfer.cli.serve._fetch", lambda source, settings: fake.fetched.append(source))
     monkeypatch.setattr("mlxinfer.server.run.serve", fake.serve)
     monkeypatch.setenv("MLXINFER_PORT", "0")
     monkeypatch.delenv("MLXINFER_API_KEY", raising=False)
@@ -79,6 +85,40 @@ def test_everything_is_loaded_then_one_line_names_the_url(invoke: Invoke, llm: F
     assert list(server.calls[0]["models"]) == ["m", "tuned"]
     assert server.calls[0]["allowed_hosts"] == {"mac.local"}
     assert llm.unloaded.is_set()
+
+
+def test_what_does_not_fit_beside_the_others_is_only_registered_which_is_said(
+    invoke: Invoke, llm: FakeLLM, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"a": 9, "b": 60, "c": 5}
+    monkeypatch.setattr("mlxinfer.pool.Machine.predict", lambda self, source, cancel: sizes[source])
+    monkeypatch.setattr("mlxinfer.pool.Machine.budget", lambda self: 60)
+    monkeypatch.setattr("mlxinfer.pool.Machine.held", lambda self: 9)
+    result = invoke("serve", "a", "b", "c", "--pin", "b")
+    assert "b is not loaded yet: it doesn't fit beside the others." in result.stderr
+    assert server.states == [{"a": "loaded", "b": "registered", "c": "loaded"}]
+    assert [name for name, _ in llm.loaded_with] == ["a", "c"]
+    assert server.fetched == ["b", "c"], "what is only registered is fetched too: a request downloads nothing"
+    assert server.calls[0]["models"].status()["b"].pinned
+    sizes["b"] = 61
+    assert invoke("serve", "a", "b").exit_code == 4, "one that doesn't even fit alone is an error at once"
+
+
+def test_lazy_fetches_and_loads_nothing(invoke: Invoke, llm: FakeLLM, server: FakeServer) -> None:
+    result = invoke("serve", "a", "b", "--lazy", "--keep-alive", "60")
+    assert result.exit_code == 0
+    assert "a is not loaded yet. The first request for it loads it." in result.stderr
+    assert server.states == [{"a": "registered", "b": "registered"}]
+    assert server.fetched == ["a", "b"]
+    assert not llm.loaded_with
+    assert server.calls[0]["models"].keep_alive == 60
+
+
+def test_a_pin_of_what_is_not_served_ends_with_2(invoke: Invoke, llm: FakeLLM, server: FakeServer) -> None:
+    result = invoke("serve", "org/a", "b=org/c", "--pin", "org/c")
+    assert result.exit_code == 2
+    assert "--pin org/c: no model is served under that name; served are org/a, b" in result.stderr
+    assert not llm.loaded_with
 
 
 def test_json_prints_url_and_models_on_stdout(invoke: Invoke, llm: FakeLLM, server: FakeServer) -> None:

@@ -96,3 +96,14 @@ def test_the_cost_of_a_sequence_counts_steps_windows_and_states():
     cost = KVCost(per_token=10, windowed=((300, 2), (100, 1)), fixed=7, step=256)
     assert cost.bytes(1) == 7 + 10 * 256 + 2 * 256 + 100
     assert cost.bytes(257) == 7 + 10 * 512 + 2 * 300 + 100
+
+
+def test_idle_prefixes_make_room_for_a_model_that_is_about_to_be_loaded(monkeypatch):
+    one, other = Fake(weight_bytes=100, cached=300), Fake(weight_bytes=100, cached=200)
+    governor = governed(one, other)
+    monkeypatch.setattr("mlxinfer.engine.governor.mx.get_active_memory", lambda: 200 + 500)
+    assert governor.held_bytes() == 200
+    governor.reclaim(BUDGET - 200 - 250)
+    assert one.cached + other.cached == 250
+    governor.reclaim(BUDGET)
+    assert one.cached == other.cached == 0

@@ -14,7 +14,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType as Kind
 
 from mlxinfer.errors import ModelFileError, UnsupportedModelError
-from mlxinfer.formats.gguf import load_gguf
+from mlxinfer.formats.gguf import blocks, load_gguf, plan_gguf, read_weights
 from mlxinfer.formats.gguf.architectures import ARCHITECTURES
 from mlxinfer.formats.gguf.model import halves_apart
 from tests.unit.formats.gguf_files import F32, U32, Blueprint, auto, tensor, tiny_model, typed
@@ -85,6 +85,31 @@ def test_packed_rows_of_q_and_k_are_moved_like_float_ones(tmp_path: Path) -> Non
         path = f"model.layers.1.self_attn.{name}"
         w = mx.dequantize(*(model[f"{path}.{p}"] for p in ("weight", "scales", "biases")), group_size=32, bits=8)
         np.testing.assert_allclose(np.array(w), np.array(floats[f"{path}.weight"]), atol=0.02)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_0])
+def test_weights_can_be_read_in_pieces_and_large_tensors_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    path = tiny_model("llama", kind).write(tmp_path / "m.gguf")
+    whole = load_gguf(path, dtype=mx.float32)
+    plan = plan_gguf(path)
+    assert "quantization" not in plan.config
+    coarse = sum(1 for _ in read_weights(plan, dtype=mx.float32))
+    assert coarse >= 2 * len(plan.names)
+    monkeypatch.setattr(blocks, "SLICE_ELEMENTS", 64 * 16)
+    reading, count = read_weights(plan, dtype=mx.float32), 0
+    while True:
+        try:
+            next(reading)
+        except StopIteration as done:
+            weights, config = done.value
+            break
+        count += 1
+    assert count > coarse + 10
+    assert config == whole.config
+    assert weights.keys() == whole.weights.keys()
+    assert all(mx.array_equal(weights[name], whole.weights[name]) for name in weights)
 
 
 def test_gemma_norms_lose_the_one_that_the_file_adds(tmp_path: Path) -> None:

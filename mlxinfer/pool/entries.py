@@ -1,0 +1,102 @@
+"""What the pool keeps of each registered model, and the leases it gives out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from mlxinfer.errors import MlxinferError
+    from mlxinfer.llm import LLM
+    from mlxinfer.types import ModelInfo
+
+State = Literal["registered", "loading", "loaded", "unloading", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One registered model."""
+
+    state: State
+    error: str | None
+    """Why the last load failed."""
+    bytes: int
+    """Of its weights in memory; 0 while it isn't loaded."""
+    idle_s: float | None
+    """Seconds since it was last used; None: never, or it is in use."""
+    pinned: bool
+    running: int
+    waiting: int
+    """Requests in its queue, and those that wait for it to load."""
+    info: ModelInfo | None
+    """What is known of it since it was first loaded."""
+
+
+class Lease:
+    """A model that stays loaded until `release`, which may be called more than once and from any thread."""
+
+    __slots__ = ("_end", "llm", "name")
+
+    def __init__(self, name: str, llm: LLM, end: Callable[[], None]) -> None:
+        self.name = name
+        self.llm = llm
+        self._end: deque[Callable[[], None]] = deque([end])
+
+    def release(self) -> None:
+        """The model may go."""
+        with contextlib.suppress(IndexError):
+            self._end.pop()()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A registered model; the pool's lock guards it."""
+
+    name: str
+    source: str | None
+    """None for a model that was given loaded: it can't be loaded again, and belongs to who gave it."""
+    pinned: bool = False
+    due: bool = False
+    """To be loaded at the start, and not loaded yet."""
+    state: State = "registered"
+    llm: LLM | None = None
+    info: ModelInfo | None = None
+    leases: int = 0
+    waiters: list[Future[Lease]] = field(default_factory=list)
+    used: float | None = None
+    turn: int = 0
+    """Order of last use."""
+    recheck: float = 0.0
+    error: MlxinferError | None = None
+    failures: int = 0
+    retry_at: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.info is None or self.llm is None else self.info.weight_bytes
+
+    def at_work(self) -> bool:
+        """Leased, or with requests that run or wait in its engine."""
+        if self.llm is None or self.leases:
+            return self.leases > 0
+        stats = self.llm.stats()
+        return stats["running"] + stats["waiting"] > 0
+
+    def fail_waiters(self, error: MlxinferError) -> None:
+        """Each gets an error of its own: one that is raised in two threads mixes up its tracebacks."""
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_exception(copy.copy(error))

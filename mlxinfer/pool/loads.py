@@ -1,0 +1,61 @@
+"""Where the pool's models come from, and the memory they share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from mlxinfer import runtime
+
+if TYPE_CHECKING:
+    import threading
+
+    from mlxinfer.config import Settings
+    from mlxinfer.llm import LLM
+
+
+class Loads(Protocol):
+    """Where models come from and what memory they have; `Machine` is the real one."""
+
+    def predict(self, source: str, cancel: threading.Event) -> int:
+        """Bytes of the weights in memory. Raises what says that there is no such model here."""
+        ...
+
+    def load(self, source: str, cancel: threading.Event) -> LLM:
+        """The loaded model; raises what `mlxinfer.load` raises."""
+        ...
+
+    def budget(self) -> int:
+        """Bytes that models may take together."""
+        ...
+
+    def held(self) -> int:
+        """Bytes that they take now."""
+        ...
+
+
+class Machine:
+    """Loads from the files on this machine; with `fetch`, what isn't here is fetched."""
+
+    def __init__(self, settings: Settings, *, fetch: bool = False) -> None:
+        self.settings = settings
+        self._fetch = fetch
+
+    def predict(self, source: str, cancel: threading.Event) -> int:
+        from mlxinfer import zoo
+
+        zoo.resolve(source, self.settings, fetch=self._fetch, cancel=cancel)
+        # The bytes don't rest on speed; a figure in its place spares the measurement.
+        return zoo.fit(source, self.settings, bandwidth=(1.0, "not measured")).weight_bytes
+
+    def load(self, source: str, cancel: threading.Event) -> LLM:
+        from mlxinfer.llm import load
+
+        return load(source, settings=self.settings, fetch=self._fetch, cancel=cancel)
+
+    def budget(self) -> int:
+        return runtime.memory().budget if self.settings.memory_mb is None else self.settings.memory_mb << 20
+
+    def held(self) -> int:
+        from mlxinfer.engine.governor import governor
+
+        return governor().held_bytes()
