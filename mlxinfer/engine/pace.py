@@ -17,6 +17,7 @@ PRIORS = ((1.0, -24 / 64, 0.0, 0.0), (0.0, -8 / 64, 1.0, 0.0))
 """A forward costs about as much as 24 prompt tokens, a row as one: a belief with little weight, which tells the
 features apart where the observed steps don't, say when all chunks have the same size."""
 PRIOR_WEIGHT = 0.02
+_BELIEF = [[PRIOR_WEIGHT * sum(p[i] * p[j] for p in PRIORS) for j in range(len(SCALES))] for i in range(len(SCALES))]
 TRUST = 2
 """No chunk is more than this many times as large as those that were seen: beyond, the line is a guess."""
 FIRST_CHUNK = 32
@@ -53,6 +54,7 @@ class Pace:
     _cost: list[float] = field(default_factory=_zeros)
     """Seconds per scaled unit of each feature."""
     observed: int = 0
+    _stale: bool = False
     _largest: float = 0.0
     """The largest number of prompt tokens in a recent step."""
 
@@ -63,18 +65,20 @@ class Pace:
         x = [f / s for f, s in zip((load.forwards, load.tokens, load.rows, load.pairs), SCALES, strict=True)]
         # Errors count relative to the step's length. A step that was noticed late makes the next one look short: such
         # a one must not weigh more than what was expected of it.
-        weight = 1 / max(seconds, self.seconds(load)) ** 2
-        for i, row in enumerate(self._a):
-            for j in range(len(row)):
-                belief = sum(prior[i] * prior[j] for prior in PRIORS)
-                row[j] = row[j] * FORGET + weight * (x[i] * x[j] + PRIOR_WEIGHT * belief)
-            self._b[i] = self._b[i] * FORGET + weight * x[i] * seconds
+        expected = sum(c * xi for c, xi in zip(self._cost, x, strict=True))
+        weight = 1 / max(seconds, expected) ** 2
+        for i, (row, belief, xi) in enumerate(zip(self._a, _BELIEF, x, strict=True)):
+            self._a[i] = [a * FORGET + weight * (xi * xj + b) for a, xj, b in zip(row, x, belief, strict=True)]
+            self._b[i] = self._b[i] * FORGET + weight * xi * seconds
         self.observed += 1
         self._largest = max(float(load.tokens), self._largest * FORGET)
-        self._solve()
+        self._stale = True
 
     def _solve(self) -> None:
-        """Non-negative least squares by coordinate descent from the last solution."""
+        """Non-negative least squares by coordinate descent from the last solution; when somebody asks, not before."""
+        if not self._stale:
+            return
+        self._stale = False
         cost = self._cost
         for _ in range(SWEEPS):
             for i, row in enumerate(self._a):
@@ -84,6 +88,7 @@ class Pace:
 
     def seconds(self, load: Load) -> float:
         """The predicted length of a step; 0 while nothing is known."""
+        self._solve()
         x = (load.forwards, load.tokens, load.rows, load.pairs)
         return sum(c * f / s for c, f, s in zip(self._cost, x, SCALES, strict=True))
 
