@@ -77,6 +77,11 @@ class RaggedKV:
         self.poison: int | None = None
         """For the probe: give handles of NaN, longer than the step by this many positions."""
 
+    @property
+    def by_handle(self) -> bool:
+        """`update_and_fetch` gives handles, which only our attention can read."""
+        return not self.single
+
     def begin(self, before: int | mx.array, after: int | mx.array) -> None:
         """Start a step: the positions before and after it, shared by all layers."""
         self.offset = before
@@ -179,7 +184,7 @@ class RaggedAttention:
         """Queries [B, heads, L, head_dim] → [B, heads, L, value_dim]."""
         held = self.handles.find(keys) if isinstance(keys, mx.array) else None
         if held is None:
-            if isinstance(cache, RaggedKV) and not cache.single:
+            if isinstance(cache, RaggedKV) and cache.by_handle:
                 raise UnbatchableError("the model transforms the keys between the cache and attention")
             return mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         _, handle_values, source = held
@@ -252,7 +257,7 @@ class Batch:
         if isinstance(parts[0], tuple):
             return CacheList(*(self._layer(list(sub)) for sub in zip(*parts, strict=True)))
         if isinstance(parts[0], SeqKV):
-            kv = RaggedKV(parts, self.attention.handles, self.lengths)
+            kv = self._cache_of(parts)
             self._kv.append(kv)
             return kv
         if len(parts) == 1:
@@ -260,6 +265,9 @@ class Batch:
         merged = stack_states(parts)
         self._stacked.append((merged, parts))
         return merged
+
+    def _cache_of(self, rows: list[SeqKV]) -> RaggedKV:
+        return RaggedKV(rows, self.attention.handles, self.lengths)
 
     def begin(self, length: int) -> None:
         """Start a step of `length` tokens per row."""
@@ -292,6 +300,16 @@ class Batch:
         """Make every handle NaN and `extra` positions longer than it should be: nobody may look at it."""
         for kv in self._kv:
             kv.poison = extra
+
+
+def stackable(sequences: Seq[Sequence]) -> bool:
+    """Whether the recurrent states have one shape in all rows; a state that holds the last tokens starts shorter."""
+    for leaves in zip(*(s.leaves() for s in sequences), strict=True):
+        if isinstance(leaves[0], ArraysCache):
+            for states in zip(*(leaf.cache for leaf in leaves), strict=True):
+                if len({s.shape for s in states if s is not None}) > 1:
+                    return False
+    return True
 
 
 def stack_states(parts: list[Any]) -> Any:

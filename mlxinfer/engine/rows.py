@@ -11,6 +11,7 @@ from mlxinfer.engine.sampling import BatchSampler, RowSampling, RowState, unifor
 
 if TYPE_CHECKING:
     from mlxinfer.engine.kv import Sequence
+    from mlxinfer.engine.padded import SplitBatch
     from mlxinfer.engine.ragged import Batch
     from mlxinfer.engine.steps import DecodeRow, Step
 
@@ -68,7 +69,7 @@ class Decoding:
     ids: tuple[str, ...]
     rows: list[Row]
     sampler: BatchSampler
-    batch: Batch | None = None
+    batch: Batch | SplitBatch | None = None
     tokens: mx.array | None = field(default=None)
 
 

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
+from mlxinfer.engine.groups import forward_bytes, length_groups
 from mlxinfer.engine.head import HeadRows
 from mlxinfer.engine.kv import Sequence, kv_cost, sequence_like
+from mlxinfer.engine.padded import PaddedBatch, SplitBatch
 from mlxinfer.engine.prefix_store import can_restore
-from mlxinfer.engine.ragged import Batch, ragged_attention
+from mlxinfer.engine.ragged import Batch, ragged_attention, stackable
 from mlxinfer.engine.rows import Decoding, Launched, Row, RowSpec, uniforms
 from mlxinfer.engine.sampling import BatchSampler, RowState
 from mlxinfer.engine.tier import probe_tier
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from mlxinfer.engine.memory import KVCost
+    from mlxinfer.engine.padded import PaddedView
     from mlxinfer.engine.prefix_store import PrefixStore
     from mlxinfer.engine.steps import DecodeRow, PrefillChunk, Release, Start, Step
 
@@ -33,7 +37,10 @@ CLEAR_EVERY = 256
 
 
 class Runner:
-    """Drives one model. `tier` is "ragged", "batched-state" or "sequential"; `tier_reason` says why."""
+    """Drives one model. `tier` is "ragged", "batched-state" or "sequential"; `tier_reason` says why.
+
+    `view` is set where the rows of a batch are shown to the model as padded views.
+    """
 
     def __init__(self, model: nn.Module, vocab_size: int, *, probed: bool = True) -> None:
         """Without `probed` nothing has been tried yet: `probe` has to be run to its end before the first request."""
@@ -43,6 +50,9 @@ class Runner:
         self.head = HeadRows()
         self.prefixes: PrefixStore | None = None
         self.tier = self.tier_reason = ""
+        self.view: PaddedView | None = None
+        self.forward_tokens = 0
+        """How many tokens' keys take as long to read as the weights."""
         self.restores = False
         """A sequence goes on the same from a checkpoint."""
         self._rows: dict[str, Row] = {}
@@ -54,19 +64,21 @@ class Runner:
 
     def probe(self) -> Generator[None, None, None]:
         """Find out how the model can be driven, in pieces of one forward, so that other engines go on meanwhile."""
-        self.tier, self.tier_reason = yield from probe_tier(self.model, self.attention)
+        tier = yield from probe_tier(self.model, self.attention, self.vocab_size)
+        self.tier, self.tier_reason, self.view = tier.name, tier.reason, tier.view
         if self.fused:
             yield from self.head.install(self.model, self._head_probe)
             yield
         self.needs_checkpoints = bool(self.new_sequence().stateful())
         self.kv_cost = self._measure()
         yield
+        self.forward_tokens = self._forward_tokens()
         self.restores = yield from can_restore(self)
 
     @property
     def fused(self) -> bool:
         """Prompt chunks and decoding rows can share one forward."""
-        return self.tier == "ragged"
+        return self.tier == "ragged" and self.view is None
 
     def admit(self, spec: RowSpec) -> None:
         """Take a request in; it holds no memory until it starts."""
@@ -234,17 +246,34 @@ class Runner:
         mx.eval(self.forward([sequence], [[0]]))
         return kv_cost(sequence)
 
+    def _forward_tokens(self) -> float:
+        weights: list[tuple[str, mx.array]] = tree_flatten(self.model.parameters())  # pyright: ignore[reportAssignmentType]
+        per_token = self.kv_cost.per_token + sum(size for _, size in self.kv_cost.windowed)
+        return forward_bytes([(w.shape, w.nbytes) for _, w in weights]) / max(1, per_token)
+
     def forward(self, sequences: list[Sequence], tokens: Iterable[Seq[int]]) -> mx.array:
         """Run tokens [B][L] after what the sequences hold → logits [B, L, vocab], not evaluated."""
         array = mx.array(list(tokens))
         if self.tier == "sequential":
             return self._forward_own(sequences, array)
-        batch = Batch(sequences, self.attention)
+        batch = self._new_batch(sequences)
         logits = self._forward(batch, array)
         batch.release()
         return logits
 
-    def _forward(self, batch: Batch, tokens: mx.array) -> mx.array:
+    def _new_batch(self, sequences: list[Sequence]) -> Batch | SplitBatch:
+        view = self.view
+        if view is None:
+            return Batch(sequences, self.attention)
+        if len(sequences) == 1:
+            return PaddedBatch(sequences, self.attention, view)
+        groups = length_groups([s.length for s in sequences], self.forward_tokens)
+        parts = [PaddedBatch([sequences[i] for i in rows], self.attention, view) for rows in groups]
+        return parts[0] if len(parts) == 1 else SplitBatch(groups, parts)
+
+    def _forward(self, batch: Batch | SplitBatch, tokens: mx.array) -> mx.array:
+        if isinstance(batch, SplitBatch):
+            return batch.joined([self._forward(part, tokens[rows]) for rows, part in batch.parts])
         batch.begin(tokens.shape[1])
         try:
             return self.model(tokens, cache=batch.caches)
@@ -264,7 +293,7 @@ class Runner:
     def _decode(self, decode: tuple[DecodeRow, ...]) -> mx.array:
         if self.tier == "batched-state" and len(decode) > 1:
             rows = [self._rows[r.request_id] for r in decode]
-            if any(row.held.length == 0 for row in rows):
+            if self._must_decode_apart(rows):
                 return self._decode_apart(rows, decode)
         d = self._batch_of(tuple(row.request_id for row in decode))
         inputs = d.tokens if d.tokens is not None else self._inputs(d.rows)
@@ -273,15 +302,25 @@ class Runner:
             logits = self._forward_own([row.held for row in d.rows], inputs)
         else:
             if d.batch is None:
-                d.batch = Batch([row.held for row in d.rows], self.attention)
+                d.batch = self._new_batch([row.held for row in d.rows])
             logits = self._forward(d.batch, inputs)
         d.tokens = d.sampler(logits[:, -1, :], uniforms(d.rows, decode))
         mx.async_eval(d.tokens)
         return d.tokens
 
+    def _must_decode_apart(self, rows: list[Row]) -> bool:
+        if any(row.held.length == 0 for row in rows):
+            return True
+        if self._decoding is not None and self._decoding.ids == tuple(row.spec.request_id for row in rows):
+            return False
+        # The states are looked at where they belong.
+        self._settle()
+        return not stackable([row.held for row in rows])
+
     def _decode_apart(self, rows: list[Row], decode: tuple[DecodeRow, ...]) -> mx.array:
         """One step row by row, for the first token of one-token prompts: a model may treat "no state yet" in its own
-        way (recurrent_gemma does), which a stacked state of zeros can't stand for.
+        way (recurrent_gemma does), which a stacked state of zeros can't stand for. Also while states have different
+        sizes: longcat_flash_ngram keeps the last tokens, of which a short prompt has fewer.
         """
         self._settle()
         inputs = self._inputs(rows)
@@ -295,7 +334,7 @@ class Runner:
         return tokens
 
     def _forward_rows(self, rows: list[Row], tokens: mx.array) -> mx.array:
-        batch = Batch([row.held for row in rows], self.attention)
+        batch = self._new_batch([row.held for row in rows])
         logits = self._forward(batch, tokens)
         batch.release()
         return logits

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tests.conformance.configs import CONFIGS, REFERENCE_CHUNK, WEIGHTS
 from tests.conformance.configs.base import VOCAB
 from tests.conformance.driver import Engine
-from tests.conformance.faults import FAULTS, stale_states
+from tests.conformance.faults import FAULTS, PADDED_FAULTS, stale_states
 from tests.conformance.reference import Trace, difference, reference
 from tests.conformance.weights import build
 
@@ -133,4 +133,8 @@ def _plant(engine: Engine, given: list[list[int]], expected: list[Trace], chunk:
         with stale_states():
             # The first row leaves while the second goes on: its state has to come out of the batch.
             off["stale state"] = _worst(engine.batch(given, steps, chunk=chunk, stagger=1), wanted)
+    if engine.padded:
+        for name, planted in PADDED_FAULTS.items():
+            with planted():
+                off[name] = _worst(engine.batch(given, steps, chunk=chunk, together=True), wanted)
     return off

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlxinfer.engine import padded
 from mlxinfer.engine.ragged import Batch
 
 if TYPE_CHECKING:
@@ -136,6 +137,47 @@ def stale_states() -> Iterator[None]:
     finally:
         Batch.release = release
 
+
+@contextlib.contextmanager
+def short_mask() -> Iterator[None]:
+    """In a padded view the mask hides each row's oldest key."""
+    with _patched(padded, "slot_mask", lambda n, slots, shown, window: _mask(n, slots, [s - 1 for s in shown], window)):
+        yield
+
+
+@contextlib.contextmanager
+def neighbours_key() -> Iterator[None]:
+    """In a padded view the padding holds the longest row's keys, and a shorter row may see one of them."""
+
+    def mask(length: int, slots: int, shown: list[int], window: int | None) -> mx.array:
+        return _mask(length, slots, [min(slots, s + 1) for s in shown], window)
+
+    def pad(rows: list[mx.array], slots: int, fill: float = 0.0) -> mx.array:
+        longest = max(rows, key=lambda row: row.shape[2])
+        filled = [mx.concatenate([longest[..., : slots - row.shape[2], :], row], axis=2) for row in rows]
+        return _pad(filled, slots, fill)
+
+    with _patched(padded, "slot_mask", mask), _patched(padded, "left_padded", pad):
+        yield
+
+
+_mask, _pad = padded.slot_mask, padded.left_padded
+
+
+@contextlib.contextmanager
+def _patched(module: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+PADDED_FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "short mask": short_mask,
+    "neighbour's key": neighbours_key,
+}
 
 FAULTS: dict[str, Fault] = {
     "shifted position": shifted_position,

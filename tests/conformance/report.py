@@ -27,10 +27,15 @@ caches: logits and greedy tokens, the prompt in chunks (solo), and four rows of 
 running batch (batched). The numbers are the largest difference of a logit relative to the largest logit; above
 {tolerance:g} the test fails. For each architecture faults are planted, which the same comparison has to notice: a
 position off by one, a lost key, two rows' keys swapped, a window one key too small, and for recurrent layers a lost
-state, a swapped one and one that stays behind when the batch changes.
+state, a swapped one and one that stays behind when the batch changes; for padded views a mask that hides a key, and a
+neighbour's key in sight.
 
 - **ragged**: a batch without padding, each row over exactly its own keys.
 - **batched-state**: the same for its attention layers, recurrent states stacked by row.
+- **padded view** ("why" of a row in one of these two tiers): each sequence still holds its keys without padding, but
+  the model uses keys, values or the mask outside of the attention function. In every layer and step the rows' keys are
+  copied into one left-padded array, with an array mask. What it stands for is after the colon. Prompt chunks don't
+  share a forward with decoding rows.
 - **sequential**: correct, one row at a time over mlx-lm's own caches; "why" says what stands in the way.
 """
 

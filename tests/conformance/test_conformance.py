@@ -66,6 +66,7 @@ def test_every_planted_fault_turns_the_comparison_red(case: str) -> None:
     assert {kind for name in faults for kind in ("lost", "swapped") if name.startswith(kind)} == {"lost", "swapped"}
     assert case in NO_POSITIONS or "shifted position" in faults
     assert ("stale state" in faults) == (result(case).tier == "batched-state")
+    assert ("short mask" in faults) == result(case).reason.startswith("padded view")
     assert {name: off for name, off in faults.items() if off <= TOLERANCE} == {}, "faults that went unnoticed"
 
 

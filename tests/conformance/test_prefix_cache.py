@@ -201,9 +201,9 @@ def test_a_cache_class_that_cannot_be_restored_goes_without_the_prefix_cache():
             return self._cache.state
 
     thread = mlx_thread()
-    model = thread.call(lambda: tiny_model("gemma2"))
+    model = thread.call(lambda: tiny_model("gpt_bigcode"))
     with unittest.mock.patch("mlxinfer.engine.runner.make_cache", lambda m: [Opaque(c) for c in make_cache(m)]):
-        engine = engine_of(model, "gemma2")
+        engine = engine_of(model, "gpt_bigcode")
         try:
             assert engine.runner.prefixes is None
             prompt = text(1, 30)

@@ -91,7 +91,7 @@ def test_an_agents_turns_compute_only_what_is_new_and_a_killed_server_goes_on_fr
     servers.append(first := Server(cache))
     messages = ask("What do you see tonight?")
     texts: list[str] = []
-    computed = again = 0
+    computed = again = known = 0
     for turn in range(4):
         text, prompt, cached = first.chat(messages)
         texts.append(text)

@@ -70,6 +70,8 @@ NOT_CHUNK_INVARIANT: dict[str, str] = {
 NO_POSITIONS: dict[str, str] = {
     "granitemoehybrid/dense": "position_embedding_type is nope",
     "jamba": "its attention has no position embedding",
+    "kimi_k3": "its attention has no position embedding",
+    "kimi_linear": "its attention has no position embedding",
     "mamba": "recurrent only",
     "mamba/falcon": "recurrent only",
     "mamba2": "recurrent only",
