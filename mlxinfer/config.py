@@ -41,6 +41,8 @@ class Settings:
     """Requests that may wait before new ones are refused."""
     prefill_chunk: int = 512
     """Prompt tokens per prefill step at most."""
+    kv_bits: int | None = None
+    """Hold keys and values in 8 or 4 bits; None: as they are."""
     context_length: int | None = None
     """A limit below the model's own."""
     memory_mb: int | None = None
@@ -173,6 +175,8 @@ def _coerce(name: str, value: Any, where: str, *, folder: Path | None = None, ty
 def _check(s: Settings) -> None:
     if s.dtype not in ("auto", "float32", "float16", "bfloat16"):
         raise InvalidRequestError(f"dtype is {s.dtype!r}; it must be auto, float32, float16 or bfloat16", param="dtype")
+    if s.kv_bits not in (None, 8, 4):
+        raise InvalidRequestError(f"kv_bits is {s.kv_bits}; it must be 8 or 4", param="kv_bits")
     limits = {
         "port": (s.port, 0, 65535),
         "max_num_seqs": (s.max_num_seqs, 1, 1024),

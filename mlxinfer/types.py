@@ -250,3 +250,5 @@ class ModelInfo:
     tier: str
     """How it batches: "ragged", "batched-state" or "sequential"."""
     has_chat_template: bool
+    kv_quantization: str = "none"
+    """Of keys and values: for example "8-bit, group 64, in 5 of 6 layers", or "none"."""

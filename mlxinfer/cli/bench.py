@@ -96,7 +96,7 @@ def bench(model: str | None, json_to: str | None, **opts: Any) -> None:
 
     With --url, MODEL names the files here that its tokens are counted with.
     """
-    settings = options.settings_of(ctx=opts["ctx"], dtype=opts["dtype"])
+    settings = options.settings_of(ctx=opts["ctx"], dtype=opts["dtype"], kv_bits=opts["kv_bits"])
     if model is None and opts["url"] is None and (model := settings.model) is None:
         raise click.UsageError("name a model, or a running server: mlxinfer bench MODEL, mlxinfer bench --url URL")
     plan = _plan(opts)
@@ -202,7 +202,7 @@ def _fetch(model: str, settings: Settings) -> None:
 
 def _serve_flags(settings: Settings) -> list[str]:
     """Options of `serve`; the rest of the settings reaches the child as it reached us."""
-    flags = ["--dtype", settings.dtype]
+    flags = ["--dtype", settings.dtype, *(["--kv-bits", str(settings.kv_bits)] if settings.kv_bits else [])]
     return flags if settings.context_length is None else [*flags, "--ctx", str(settings.context_length)]
 
 

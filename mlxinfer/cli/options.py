@@ -51,7 +51,10 @@ def example(*lines: str) -> str:
 
 
 def engine_options(command: F) -> F:
-    """--ctx and --dtype."""
+    """--ctx, --dtype and --kv-bits."""
+    command = click.option(
+        "--kv-bits", type=click.Choice(["8", "4"]), help="Hold keys and values in this many bits: more context fits."
+    )(command)
     command = click.option(
         "--dtype", type=click.Choice(["auto", "float32", "float16", "bfloat16"]), help="Compute type [auto]."
     )(command)

@@ -74,7 +74,7 @@ def run(words: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     """
     told = tell_apart(words, opts["model"])
     params = options.sampling_params(opts)
-    settings = options.settings_of(ctx=opts["ctx"], dtype=opts["dtype"])
+    settings = options.settings_of(ctx=opts["ctx"], dtype=opts["dtype"], kv_bits=opts["kv_bits"])
     _check_text("--system", opts["system"])
     chat = told.prompt is None and not told.stdin and sys.stdin.isatty()
     hint = _as_prompt(words) if told.model is not None and opts["model"] is None else ""

@@ -55,7 +55,7 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
 
     SIGTERM lets running requests end and exits with 0.
     """
-    flags = {name: opts[name] for name in ("ctx", "dtype", "host", "port", "keep_alive")}
+    flags = {name: opts[name] for name in ("ctx", "dtype", "kv_bits", "host", "port", "keep_alive")}
     settings = options.settings_of(**flags)
     if settings.prefix_disk_mb is None:
         settings = override(settings, {"prefix_disk_mb": PREFIX_DISK_MB})

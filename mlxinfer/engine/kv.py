@@ -36,35 +36,30 @@ class SeqKV:
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add keys [1, kv_heads, L, head_dim] and values [1, kv_heads, L, value_dim] at the end."""
-        length = keys.shape[2]
+        self._add([keys, values])
+
+    def _add(self, new: list[mx.array]) -> None:
+        """Write L tokens at the end of each buffer."""
+        length = new[0].shape[2]
         held = self.end - self.start
         if self.keys is None or held + length > self.keys.shape[2]:
-            held = self._grow(keys, values)
-        self.keys[..., held : held + length, :] = keys  # pyright: ignore[reportOptionalSubscript]
-        self.values[..., held : held + length, :] = values  # pyright: ignore[reportOptionalSubscript]
+            held = self._grow(new)
+        for buffer, part in zip(self.buffers(), new, strict=True):
+            buffer[..., held : held + length, :] = part
         self.end += length
 
-    def _grow(self, keys: mx.array, values: mx.array) -> int:
+    def _grow(self, new: list[mx.array]) -> int:
         """Move what must be kept into larger buffers; returns how many tokens that is."""
         held = self.end - self.start
         keep = held if self.window is None else min(held, self.window - 1 + SLACK)
         # A window moves its tokens each time the buffer is full: room for STEP more keeps that rare.
         spare = 0 if self.window is None else STEP - 1
-        capacity = -(-(keep + keys.shape[2] + spare) // STEP) * STEP
-        grown = [
-            mx.zeros((1, new.shape[1], capacity - keep, new.shape[3]), new.dtype)
-            if old is None or keep == 0
-            else mx.concatenate(
-                [
-                    old[..., held - keep : held, :],
-                    mx.zeros((1, new.shape[1], capacity - keep, new.shape[3]), new.dtype),
-                ],
-                axis=2,
-            )
-            for old, new in ((self.keys, keys), (self.values, values))
-        ]
-        self.keys, self.values = grown
-        self.start = self.end - keep
+        capacity = -(-(keep + new[0].shape[2] + spare) // STEP) * STEP
+        room = [mx.zeros((1, part.shape[1], capacity - keep, part.shape[3]), part.dtype) for part in new]
+        if keep:
+            kept = [buffer[..., held - keep : held, :] for buffer in self.buffers()]
+            room = [mx.concatenate(list(pair), axis=2) for pair in zip(kept, room, strict=True)]
+        self.load(room, self.end - keep, self.end)
         return keep
 
     def visible(self, length: int) -> int:

@@ -45,6 +45,11 @@ class PaddedKV(RaggedKV):
     def by_handle(self) -> bool:
         return False
 
+    def begin(self, before: int | mx.array, after: int | mx.array) -> None:
+        super().begin(before, after)
+        # Packed keys are shown unpacked here, a single token's too.
+        self.single = len(self.rows) == 1
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
         """For several rows always an array, True where a query may look: asked for before the keys are appended."""
         if self.single:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlxinfer.engine.kv import SeqKV, Sequence, UnbatchableError
+from mlxinfer.engine.quantized import QuantizedKV
 from mlxinfer.upstream import ArraysCache, CacheList, create_causal_mask, install_attention, mlx_lm_attention
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ class RaggedKV:
         """Start a step: the positions before and after it, shared by all layers."""
         self.offset = before
         self._after = after
+        if len(self.rows) == 1 and self.lengths is None and isinstance(self.rows[0], QuantizedKV):
+            # A single token over packed keys goes by handle, like a row of a batch; a chunk gets them unpacked.
+            self.single = after - before > 1  # pyright: ignore[reportAttributeAccessIssue]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
         """The mask of a step of N tokens per row, asked for before the keys are appended."""
@@ -221,6 +225,9 @@ def attend(
     out: list[mx.array] = []
     for query, row in zip(_by_sequence(queries, rows, lengths), rows, strict=True):
         length = query.shape[2]
+        if length == 1 and isinstance(row, QuantizedKV):
+            out.append(row.attend(query, scale=scale, window=window, sinks=sinks))
+            continue
         keys, values = row.view(length)
         if window is not None:
             seen = min(keys.shape[2], window - 1 + length)

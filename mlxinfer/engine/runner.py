@@ -17,6 +17,7 @@ from mlxinfer.engine.head import HeadRows
 from mlxinfer.engine.kv import Sequence, kv_cost, sequence_like
 from mlxinfer.engine.padded import PaddedBatch, SplitBatch
 from mlxinfer.engine.prefix_store import can_restore
+from mlxinfer.engine.quantized import Packing, check_tier
 from mlxinfer.engine.ragged import Batch, ragged_attention, stackable
 from mlxinfer.engine.rows import Decoding, Launched, Row, RowSpec, uniforms
 from mlxinfer.engine.sampling import BatchSampler, RowState
@@ -42,8 +43,11 @@ class Runner:
     `view` is set where the rows of a batch are shown to the model as padded views.
     """
 
-    def __init__(self, model: nn.Module, vocab_size: int, *, probed: bool = True) -> None:
-        """Without `probed` nothing has been tried yet: `probe` has to be run to its end before the first request."""
+    def __init__(self, model: nn.Module, vocab_size: int, kv_bits: int | None = None, *, probed: bool = True) -> None:
+        """Keys and values are held in `kv_bits`, 8 or 4. Raises InvalidRequestError where the model can't have that.
+
+        Without `probed` nothing has been tried yet: `probe` has to be run to its end before the first request.
+        """
         self.model: Any = model
         self.vocab_size = vocab_size
         self.attention = ragged_attention()
@@ -58,6 +62,9 @@ class Runner:
         self._rows: dict[str, Row] = {}
         self._decoding: Decoding | None = None
         self._steps = 0
+        self.kv_bits = kv_bits
+        self.packing: Packing | None = None
+        """How keys and values are packed; None: they aren't."""
         if probed:
             for _ in self.probe():
                 pass
@@ -66,6 +73,9 @@ class Runner:
         """Find out how the model can be driven, in pieces of one forward, so that other engines go on meanwhile."""
         tier = yield from probe_tier(self.model, self.attention, self.vocab_size)
         self.tier, self.tier_reason, self.view = tier.name, tier.reason, tier.view
+        if self.kv_bits is not None:
+            self.packing = self._pack(self.kv_bits)
+            yield
         if self.fused:
             yield from self.head.install(self.model, self._head_probe)
             yield
@@ -88,7 +98,10 @@ class Runner:
     def new_sequence(self) -> Sequence:
         """An empty sequence of the tier's kind."""
         caches = make_cache(self.model)
-        return Sequence([], own=caches) if self.tier == "sequential" else sequence_like(caches)
+        if self.tier == "sequential":
+            return Sequence([], own=caches)
+        sequence = sequence_like(caches)
+        return sequence if self.packing is None else self.packing.empty(sequence)
 
     def launch(self, step: Step) -> Launched:
         """Submit a step. Rows that it releases are gone afterwards."""
@@ -240,11 +253,19 @@ class Runner:
         finally:
             self.head.keep = None
 
+    def _pack(self, bits: int) -> Packing:
+        check_tier(bits, self.tier, self.tier_reason)
+        return Packing.of(self._one_token(), bits)
+
     def _measure(self) -> KVCost:
         """What a sequence takes in memory, from one token's."""
+        return kv_cost(self._one_token())
+
+    def _one_token(self) -> Sequence:
+        """A sequence that holds one token."""
         sequence = self.new_sequence()
         mx.eval(self.forward([sequence], [[0]]))
-        return kv_cost(sequence)
+        return sequence
 
     def _forward_tokens(self) -> float:
         weights: list[tuple[str, mx.array]] = tree_flatten(self.model.parameters())  # pyright: ignore[reportAssignmentType]

@@ -73,7 +73,8 @@ def _disk_tier(kind: Literal["folder", "gguf"], path: Path, settings: Settings) 
     """Where idle prefixes of this model are kept, its index read."""
     if not settings.prefix_disk_mb or settings.prefix_cache_mb == 0:
         return None
-    how = {"dtype": settings.dtype, "device": runtime.device_name(), "format": FORMAT, **upstream.versions()}
+    run_as = {"dtype": settings.dtype, "kv_bits": str(settings.kv_bits), "device": runtime.device_name()}
+    how = {"format": FORMAT, **run_as, **upstream.versions()}
     tier = DiskTier(settings.cache_dir / "prefixes", fingerprint(kind, path, how), settings.prefix_disk_mb << 20)
     tier.load_index()
     return tier
@@ -90,7 +91,7 @@ def _start(
 ) -> Generator[None, None, Started]:
     loaded = yield from _unless(cancel, name, build(prepared))
     yield
-    runner = Runner(loaded.model, loaded.vocab_size, probed=False)
+    runner = Runner(loaded.model, loaded.vocab_size, settings.kv_bits, probed=False)
     yield from runner.probe()
     engine = Engine(
         thread,
@@ -117,6 +118,7 @@ def _start(
         quantization=loaded.quantization,
         tier=runner.tier,
         has_chat_template=loaded.tokenizer.has_chat_template,
+        kv_quantization=str(runner.packing or "none"),
     )
     return Started(engine, info, loaded.tokenizer, loaded.defaults)
 

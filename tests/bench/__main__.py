@@ -1,4 +1,4 @@
-"""`python -m tests.bench [decode|prefill] [--model NAME] [--pairs N]`: medians of interleaved ratios, as JSON lines."""
+"""`python -m tests.bench [decode|prefill|kv-quality] [--model NAME] [--pairs N]`: interleaved ratios, as JSON lines."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ def prefill(name: str, pairs: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench")
-    parser.add_argument("which", nargs="*", default=["decode", "prefill"], choices=["decode", "prefill", []])
+    parser.add_argument(
+        "which", nargs="*", default=["decode", "prefill"], choices=["decode", "prefill", "kv-quality", []]
+    )
     parser.add_argument("--model", default=zoo.DEMO)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=64)
@@ -129,6 +131,10 @@ def main() -> None:
         print(json.dumps(decode(args.model, args.pairs, args.tokens)), flush=True)
     if "prefill" in args.which and sys.platform.startswith("linux"):
         print(json.dumps(prefill(args.model, max(1, args.pairs // 3))), flush=True)
+    if "kv-quality" in args.which:
+        from tests.bench.kv_quality import kv_quality
+
+        print(json.dumps(kv_quality(args.model)), flush=True)
 
 
 if __name__ == "__main__":

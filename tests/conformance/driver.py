@@ -52,8 +52,8 @@ class _Live:
 class Engine:
     """One runner over one model. `tier`, `reason` and `padded` are what the runner found out about the model."""
 
-    def __init__(self, model: nn.Module, vocab_size: int) -> None:
-        self._runner = Runner(model, vocab_size)
+    def __init__(self, model: nn.Module, vocab_size: int, kv_bits: int | None = None) -> None:
+        self._runner = Runner(model, vocab_size, kv_bits)
         self.tier, self.reason = self._runner.tier, self._runner.tier_reason
         self.padded = self._runner.view is not None
         self._steps = 0

@@ -54,7 +54,7 @@ def test_variables_read_elsewhere_and_foreign_ones_are_left_alone() -> None:
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Settings)])
 def test_every_key_can_be_set_by_a_variable_and_by_the_file(tmp_path: Path, name: str) -> None:
     texts = {"model": "m", "host": "h", "cache_dir": "/c", "dtype": "float32"}
-    text = texts.get(name, "77")
+    text = texts.get(name, "8" if name == "kv_bits" else "77")
     path = config(tmp_path, f'{name} = "{text}"' if name in texts else f"{name} = {text}")
     from_file = load_settings(environ={}, path=path)
     from_variable = load_settings(environ={f"MLXINFER_{name.upper()}": text}, path=NOWHERE)
@@ -95,6 +95,13 @@ def test_a_value_out_of_range_is_refused_with_value_and_limits(key: str, value: 
     with pytest.raises(InvalidRequestError, match=rf"{key} is {value}; it must be between") as error:
         load_settings({key: value}, environ={}, path=NOWHERE)
     assert error.value.param == key
+
+
+@pytest.mark.parametrize("bits", [0, 2, 16, "4.5"])
+def test_keys_are_packed_in_8_or_4_bits_or_not_at_all(bits: object) -> None:
+    assert load_settings({"kv_bits": "4"}, environ={}, path=NOWHERE).kv_bits == 4
+    with pytest.raises(InvalidRequestError, match="kv_bits"):
+        load_settings({"kv_bits": bits}, environ={}, path=NOWHERE)
 
 
 def test_a_dtype_that_does_not_exist_is_refused() -> None:

@@ -108,6 +108,12 @@ def test_an_option_out_of_range_ends_with_2_before_anything_is_loaded(invoke: In
     assert not llm.loaded_with
 
 
+def test_kv_bits_reach_the_load_and_others_than_8_and_4_are_a_usage_error(invoke: Invoke, llm: FakeLLM) -> None:
+    invoke("run", "What is it?", "--kv-bits", "4")
+    assert [s.kv_bits for _, s in llm.loaded_with] == [4]
+    assert invoke("run", "What is it?", "--kv-bits", "3").exit_code == 2
+
+
 def test_context_and_dtype_flags_win_over_variable_and_file(
     invoke: Invoke, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -104,6 +104,11 @@ def test_what_does_not_fit_beside_the_others_is_only_registered_which_is_said(
     assert invoke("serve", "a", "b").exit_code == 4, "one that doesn't even fit alone is an error at once"
 
 
+def test_kv_bits_reach_the_load(invoke: Invoke, llm: FakeLLM, server: FakeServer) -> None:
+    invoke("serve", "a", "--kv-bits", "8")
+    assert [s.kv_bits for _, s in llm.loaded_with] == [8]
+
+
 def test_lazy_fetches_and_loads_nothing(invoke: Invoke, llm: FakeLLM, server: FakeServer) -> None:
     result = invoke("serve", "a", "b", "--lazy", "--keep-alive", "60")
     assert result.exit_code == 0
