@@ -25,7 +25,7 @@ class SeqKV:
     `start` to `end`; with a `window`, older ones are dropped whenever the buffer is full.
     """
 
-    __slots__ = ("end", "keys", "start", "values", "window")
+    __slots__ = ("end", "expected", "keys", "start", "values", "window")
 
     def __init__(self, window: int | None = None) -> None:
         self.keys: mx.array | None = None
@@ -33,6 +33,8 @@ class SeqKV:
         self.start = 0
         self.end = 0
         self.window = window
+        self.expected = 0
+        """Tokens that will come for certain: without a window, buffers are made for as many at once."""
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add keys [1, kv_heads, L, head_dim] and values [1, kv_heads, L, value_dim] at the end."""
@@ -54,7 +56,8 @@ class SeqKV:
         keep = held if self.window is None else min(held, self.window - 1 + SLACK)
         # A window moves its tokens each time the buffer is full: room for STEP more keeps that rare.
         spare = 0 if self.window is None else STEP - 1
-        capacity = -(-(keep + new[0].shape[2] + spare) // STEP) * STEP
+        wanted = keep + new[0].shape[2] + spare
+        capacity = -(-max(wanted, 0 if self.window else self.expected) // STEP) * STEP
         room = [mx.zeros((1, part.shape[1], capacity - keep, part.shape[3]), part.dtype) for part in new]
         if keep:
             kept = [buffer[..., held - keep : held, :] for buffer in self.buffers()]
@@ -133,6 +136,11 @@ class Sequence:
     def stateful(self) -> list[Any]:
         """The other leaves: sliding windows, recurrent states and mlx-lm's own caches."""
         return [leaf for leaf in self.leaves() if not isinstance(leaf, SeqKV) or leaf.window is not None]
+
+    def expect(self, length: int) -> None:
+        """Make room for `length` tokens when the first of them comes, instead of moving them again and again."""
+        for leaf in self.plain():
+            leaf.expected = length
 
     def share(self, source: Sequence, length: int) -> None:
         """Start from the first `length` tokens of `source`, which goes on unharmed. Plain leaves only."""

@@ -157,6 +157,7 @@ class Runner:
             row.state = RowState(row.spec.sampling, row.spec.prompt_token_ids, self.vocab_size, start.output)
         row.tokens = (*row.spec.prompt_token_ids, *start.output)
         row.sequence = self.new_sequence()
+        row.sequence.expect(len(row.tokens) + 1)
         row.token = None
         if start.source is not None:
             row.sequence.share(self._rows[start.source].held, start.cached)

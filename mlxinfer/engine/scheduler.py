@@ -21,7 +21,7 @@ AGING = 4
 """For each this many prompt tokens computed for others, a waiting prompt counts as one token shorter, for good."""
 PRIORITY_AGING = 1 << 17
 """For each this many prompt tokens computed for others, a waiting prompt counts as one priority higher."""
-STALL = 2.25
+STALL = 2.2
 """Beside running streams, a step takes at most this many times a step without prompts …"""
 STALL_FLOOR_S = 0.05
 """… or this long: twenty tokens a second look smooth."""

@@ -178,3 +178,18 @@ def test_what_is_shared_does_not_change_when_either_side_goes_on():
     other.append(numbered(70, 2), numbered(70, 2))
     assert positions(one.view(1)[0]) == [0, 1, 2, 3, 4, 5]
     assert positions(other.view(1)[0]) == [0, 1, 2, 3, 4, 70, 71]
+
+
+def test_a_prompt_of_known_length_is_not_moved_while_it_is_read():
+    kv = SeqKV()
+    kv.expected = 1000
+    kv.append(numbered(0, 64), numbered(0, 64))
+    assert kv.keys is not None
+    assert kv.keys.shape[2] == 1024
+    for start in range(64, 1000, 64):
+        count = min(64, 1000 - start)
+        kv.append(numbered(start, count), numbered(start, count))
+        assert kv.keys.shape[2] == 1024
+    assert positions(kv.view(1)[0]) == list(range(1000))
+    kv.append(numbered(1000, 30), numbered(1000, 30))
+    assert kv.keys.shape[2] == 1280
