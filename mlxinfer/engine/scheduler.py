@@ -23,6 +23,10 @@ PRIORITY_AGING = 1 << 17
 """For each this many prompt tokens computed for others, a waiting prompt counts as one priority higher."""
 STALL = 2.2
 """Beside running streams, a step takes at most this many times a step without prompts …"""
+STALL_CROWD = 0.6
+STALL_MOST = 4.0
+"""… for each further prompt that waits it may take that much more, up to this: streams that go on a little slower are
+better than a queue …"""
 STALL_FLOOR_S = 0.05
 """… or this long: twenty tokens a second look smooth."""
 ALONE_S = 0.2
@@ -250,6 +254,10 @@ class _Plan:
         self.computed = {r.request_id: r.num_computed_tokens for r in self.requests}
         """Before this step: what a follower may take from its leader."""
         self.reserved = 0 if state.kv_limit is None else state.reserved_bytes()
+        self.crowd = sum(
+            not r.prefilled for r in self.requests if r.request_id in state.started or not self._blocked(r)
+        )
+        """Prompts that want to be read."""
 
     def decode(self) -> tuple[DecodeRow, ...]:
         """One token for every row that has more to make."""
@@ -359,7 +367,8 @@ class _Plan:
         pairs = contexts + sum((c.end - c.start) * (c.start + c.end) // 2 for c in self.chunks)
         quiet = state.pace.seconds(Load(1, 0, rows, contexts))
         if rows:
-            seconds = max(STALL * quiet, STALL_FLOOR_S)
+            stall = min(STALL_MOST, STALL + STALL_CROWD * max(0, self.crowd - 1))
+            seconds = max(stall * quiet, STALL_FLOOR_S)
         else:
             seconds = max(ALONE_FORWARDS * quiet, ALONE_S)
         beside = Load(1 if state.fused else 1 + bool(rows), tokens, rows, pairs)
