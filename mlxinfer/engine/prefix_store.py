@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
     from collections.abc import Sequence as Seq
 
+    from mlxinfer.engine.forwards import Forwards
     from mlxinfer.engine.prefix import Evicted
     from mlxinfer.engine.prefix_disk import PrefixDisk
-    from mlxinfer.engine.runner import Runner
 
 CLOSE_S = 5.0
 """How long the end of a model may wait for the disk."""
@@ -180,7 +180,7 @@ class PrefixStore:
         self.tree.clear()
 
 
-def can_restore(runner: Runner) -> Generator[None, None, bool]:
+def can_restore(runner: Forwards) -> Generator[None, None, bool]:
     """Whether a sequence of this model goes on the same from a checkpoint: not every cache of mlx-lm's can be set."""
     whole, again = runner.new_sequence(), runner.new_sequence()
     runner.forward([whole], [[0, 1, 0]])

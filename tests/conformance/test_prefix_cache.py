@@ -202,7 +202,7 @@ def test_a_cache_class_that_cannot_be_restored_goes_without_the_prefix_cache():
 
     thread = mlx_thread()
     model = thread.call(lambda: tiny_model("gpt_bigcode"))
-    with unittest.mock.patch("mlxinfer.engine.runner.make_cache", lambda m: [Opaque(c) for c in make_cache(m)]):
+    with unittest.mock.patch("mlxinfer.engine.forwards.make_cache", lambda m: [Opaque(c) for c in make_cache(m)]):
         engine = engine_of(model, "gpt_bigcode")
         try:
             assert engine.runner.prefixes is None
