@@ -13,7 +13,8 @@ from mlxinfer.engine.governor import Governor, governor
 from mlxinfer.engine.memory import RESERVE_TOKENS
 from mlxinfer.engine.prefix_node import shared_length
 from mlxinfer.engine.prefix_store import PrefixStore
-from mlxinfer.engine.scheduler import MIN_SHARED, SchedulerState, Tracked, load_of, schedule
+from mlxinfer.engine.scheduler import MIN_SHARED, load_of, schedule
+from mlxinfer.engine.tracked import SchedulerState, Tracked
 from mlxinfer.errors import EngineClosedError, EngineError, MlxinferError, QueueFullError, WontFitError
 from mlxinfer.types import FinishReason, Usage
 

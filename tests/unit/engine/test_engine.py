@@ -224,7 +224,7 @@ CALL_SITES = [
     ("mlxinfer.engine.ragged.Batch.begin", None),
     ("mlxinfer.engine.ragged.attend", None),
     ("mlxinfer.engine.sampling.BatchSampler.__call__", None),
-    ("mlxinfer.engine.scheduler.SchedulerState.update", None),
+    ("mlxinfer.engine.tracked.SchedulerState.update", None),
     ("mlxinfer.engine.pace.Pace.observe", None),
     ("mlxinfer.engine.governor.Governor.kv_limit", None),
     ("mlxinfer.engine.governor.Governor.balance", None),

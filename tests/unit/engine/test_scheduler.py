@@ -12,12 +12,11 @@ from mlxinfer.engine.scheduler import (
     MIN_SHARED,
     STALL,
     STALL_FLOOR_S,
-    SchedulerState,
-    Tracked,
     load_of,
     schedule,
 )
 from mlxinfer.engine.steps import Step
+from mlxinfer.engine.tracked import SchedulerState, Tracked
 
 EOS = 0
 
