@@ -316,6 +316,7 @@ class LLM:
         with self._unloading:
             if not self._engine.closed:
                 self._engine.thread.call(self._engine.close)
+                self._engine.wait_written()
                 gc.collect()
                 self._engine.thread.call(_return_memory)
 

@@ -112,6 +112,8 @@ class DiskTier:
                 if tokens > MAX_INDEX_TOKENS:
                     break
                 self._add(entry)
+        # The cap may be lower than it was.
+        self._make_room(0)
         return len(self)
 
     def __len__(self) -> int:

@@ -54,10 +54,13 @@ class DiskWriter:
         with self._changed:
             return not self._closed and len(self._jobs) < self._queue_length
 
-    def submit(self, job: DiskJob) -> bool:
-        """Queue a job; False, and nothing is held, when the queue is full or the writer closed."""
+    def submit(self, job: DiskJob, *, last: bool = False) -> bool:
+        """Queue a job; False, and nothing is held, when the queue is full or the writer closed.
+
+        `last`: however many wait, because there will be no other time.
+        """
         with self._changed:
-            if self._closed or len(self._jobs) >= self._queue_length:
+            if self._closed or (len(self._jobs) >= self._queue_length and not last):
                 self.refused += 1
                 return False
             self._jobs.append(job)
@@ -68,6 +71,12 @@ class DiskWriter:
         """Wait up to `timeout` seconds until all that was queued is written; whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._writing, timeout)
+
+    def finish(self) -> None:
+        """Take no more; the thread ends when what is queued is written. Returns at once."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def close(self, timeout: float) -> bool:
         """Take no more, write what is queued within `timeout` seconds and end; whether all of it was written.

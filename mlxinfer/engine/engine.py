@@ -13,7 +13,7 @@ from mlxinfer.engine.governor import Governor, governor
 from mlxinfer.engine.memory import RESERVE_TOKENS
 from mlxinfer.engine.prefix_node import shared_length
 from mlxinfer.engine.prefix_store import PrefixStore
-from mlxinfer.engine.scheduler import MIN_SHARED, load_of, schedule
+from mlxinfer.engine.scheduler import MIN_SHARED, load_of, release_only, schedule
 from mlxinfer.engine.tracked import SchedulerState, Tracked
 from mlxinfer.errors import EngineClosedError, EngineError, MlxinferError, QueueFullError, WontFitError
 from mlxinfer.types import FinishReason, Usage
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from mlxinfer.engine.pace import Load
     from mlxinfer.engine.prefix_disk import PrefixDisk
     from mlxinfer.engine.runner import Launched, RowSpec, Runner
-    from mlxinfer.engine.steps import Step
+    from mlxinfer.engine.steps import Release, Start, Step
     from mlxinfer.engine.worker import MlxThread
 
 log = logging.getLogger(__name__)
 
+WRITTEN_S = 5.0
+"""How long who unloads a model waits for the disk."""
 WRITE_AFTER_S = 3.0
 """Seconds without work before idle prefixes are written to disk."""
 MEAN_WEIGHT = 0.1
@@ -65,6 +67,7 @@ class Engine:
         self.runner = runner
         self.weight_bytes = weight_bytes
         self.prefix_bytes = prefix_bytes
+        self._disk = disk
         self.memory = memory or governor()
         self._reserved = 0
         if prefix_bytes != 0 and runner.restores:
@@ -79,6 +82,7 @@ class Engine:
         )
         self._open: dict[str, Open] = {}
         self._pending: _Running | None = None
+        self._releasing: tuple[Release, ...] = ()
         self._building: Step | None = None
         self._last_read = 0.0
         self._admission = threading.Lock()
@@ -140,16 +144,20 @@ class Engine:
             return True
 
     def _step(self) -> bool:
-        if self.state.requests:
-            self.state.kv_limit = self.memory.kv_limit(self)
-        step = schedule(self.state, self._lookup)
+        self._releasing = tuple(self.state.release)
+        if self._releasing and self.state.num_waiting:
+            # First of all, so that a request that starts now finds what they leave.
+            self._building = release_only(self.state)
+            self._share_memory()
+            self.runner.launch(self._building)
+        step = self._next_step()
         self._building = step
         if step.start or step.release or step.number % RECOUNT_EVERY == 0:
             self._share_memory()
         load = load_of(self.state, step)
         now = time.perf_counter()
         for start in step.start:
-            self._note_start(start.request_id, start.cached if not start.output else None, now)
+            self._note_start(start, now)
         running = None if step.empty else _Running(self.runner.launch(step), load, now)
         self._building = None
         before, self._pending = self._pending, running
@@ -159,22 +167,43 @@ class Engine:
             # Prompts only: nothing is gained by being a step ahead, and a newcomer would wait one chunk longer.
             self._pending = None
             self._read(running)
+        self._end_outgrown()
         worked = running is not None or before is not None
         self._unwritten = self._unwritten or worked
         if not worked:
             self._write_later()
         return worked
 
+    def _next_step(self) -> Step:
+        """The next step within the memory there is; beyond it only for one alone, when nothing will become free."""
+        state = self.state
+        if not state.requests:
+            return schedule(state)
+        state.kv_limit, state.patient = self.memory.kv_limit(self), True
+        step = schedule(state, self._lookup)
+        if state.short_of and not state.started and not self._more_will_come(state.short_of):
+            state.patient = False
+            step = schedule(state, self._lookup)
+        return step
+
+    def _more_will_come(self, wanted: int) -> bool:
+        """Whether sequences of other models will end, or idle models go."""
+        return self.memory.others_busy(self) or self.memory.press(wanted)
+
     def _share_memory(self) -> None:
         """Count what the running sequences need, and let idle prefixes give way."""
         self._reserved = self.state.reserved_bytes()
         self.memory.balance(self)
+
+    def _end_outgrown(self) -> None:
+        """Fail the only sequence when it takes more than there is and nothing will become free."""
         limit = self.state.kv_limit
         if limit is None or len(self.state.started) != 1 or self._reserved <= limit:
             return
         only = self.state.requests[next(iter(self.state.started))]
-        if self.state.kv.bytes(only.prompt_length + only.num_scheduled) > limit:
-            message = f"the reply has outgrown the memory: {limit / 2**30:.2f} GiB are left for its context"
+        beyond = self.state.kv.bytes(only.prompt_length + only.num_scheduled) - limit
+        if beyond > 0 and not self._more_will_come(beyond):
+            message = f"the reply has outgrown the memory: {limit / 2**20:.0f} MiB are left for its context"
             self._fail(only.request_id, WontFitError(message))
 
     # -- as the governor sees it -----------------------------------------------------------------------------------
@@ -185,7 +214,8 @@ class Engine:
 
     def cached_bytes(self) -> int:
         """Bytes of idle prefixes."""
-        return 0 if self.runner.prefixes is None else self.runner.prefixes.nbytes
+        prefixes = self.runner.prefixes
+        return 0 if prefixes is None else prefixes.nbytes
 
     def shrink_cache(self, max_bytes: int) -> None:
         """Let the prefix cache have at most this much, and no more than it was given at the start."""
@@ -212,7 +242,14 @@ class Engine:
             self._write_later()
         else:
             self._unwritten = False
-            self.runner.prefixes.write_idle(self.thread.post)
+            self.runner.prefixes.write_idle(self.thread.post, self._is_idle)
+
+    def _is_idle(self) -> bool:
+        if self.closed or self.state.requests:
+            # What is left is written after the next pause.
+            self._unwritten = True
+            return False
+        return True
 
     def _read(self, running: _Running) -> None:
         """Wait for a launched step and hand its tokens out."""
@@ -232,31 +269,39 @@ class Engine:
         self._building = None
 
     def _lookup(self, request_id: str, limit: int) -> int:
-        """How much of a request's tokens the prefix cache holds. One that failed before computes everything itself."""
-        tracked = self.state.requests[request_id]
-        spec = self._open[request_id].request.spec
-        return 0 if tracked.strikes else self._held(spec, tracked.output, limit, count=True)
-
-    def _held(self, spec: RowSpec, output: list[int], limit: int, *, count: bool) -> int:
-        prefixes = self.runner.prefixes
-        if prefixes is None:
+        """Claim what the prefix cache holds of a request's tokens. One that failed before computes all of them."""
+        prefixes, tracked = self.runner.prefixes, self.state.requests[request_id]
+        if prefixes is None or tracked.strikes:
             return 0
+        spec = self._open[request_id].request.spec
+        # Another that waits and would go on from the same place finds it, if it stays.
+        alone = not any(
+            r.hint and n != request_id and n not in self.state.started for n, r in self.state.requests.items()
+        )
         try:
-            tokens = (*spec.prompt_token_ids, *output)
-            return (prefixes.lookup if count else prefixes.peek)(spec.cache_key, tokens, limit)
+            return prefixes.claim(
+                request_id, spec.cache_key, (*spec.prompt_token_ids, *tracked.output), limit, move=alone
+            )
         except Exception:
             # The worker's edge: a cache that fails is a cache that holds nothing.
             log.exception("the prefix cache failed")
             return 0
 
-    def _note_start(self, request_id: str, cached: int | None, now: float) -> None:
-        opened = self._open.get(request_id)
-        if opened is None:
-            # It has just outgrown the memory.
-            return
+    def _hint(self, spec: RowSpec, limit: int) -> int:
+        """How many of a new request's tokens could be restored, as it looks now."""
+        if self.runner.prefixes is None:
+            return 0
+        try:
+            return self.runner.prefixes.peek(spec.cache_key, spec.prompt_token_ids, limit)
+        except Exception:
+            log.exception("the prefix cache failed")
+            return 0
+
+    def _note_start(self, start: Start, now: float) -> None:
+        opened = self._open[start.request_id]
         opened.started = opened.started or now
-        if cached is not None:
-            opened.cached = cached
+        if not start.output:
+            opened.cached = start.cached
 
     def _admit(self, opened: Open) -> None:
         request = opened.request
@@ -289,7 +334,7 @@ class Engine:
         if self.runner.prefixes is None:
             return
         limit = tracked.prompt_length - 1
-        tracked.hint = self._held(spec, [], limit, count=False)
+        tracked.hint = self._hint(spec, limit)
         best = tracked.hint + MIN_SHARED - 1
         for other in self._open.values():
             theirs = other.request.spec
@@ -351,30 +396,34 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """Drop every row, and let the requests that had a part in the failed steps run alone, from their tokens.
 
-        A request whose step fails while it is alone, for the second time, is the one to blame.
+        A request whose step fails while it is alone, for the second time in a row, is the one to blame.
         """
         self.failed_steps += 1
         steps = [s for s in (self._building, self._pending and self._pending.launched.step) if s is not None]
         self._building = self._pending = None
-        for release in [*self.state.release, *(r for step in steps for r in step.release)]:
+        releases = [*self._releasing, *self.state.release, *(r for step in steps for r in step.release)]
+        for release in releases:
             if release.request_id not in self.state.requests:
                 self.runner.forget(release.request_id)
         self.state.release.clear()
         self.runner.drop_all()
         for request_id in list(self.state.started):
             self.state.rewind(request_id)
-        involved = {name for step in steps for name in step.request_ids} or set(self.state.requests)
-        suspects = [name for name in self.state.requests if name in involved]
+        # Without a step to look at, it is the one that runs alone, or anyone.
+        involved = {name for step in steps for name in step.request_ids} or set(self.state.probation[:1])
+        suspects = [name for name in self.state.requests if name in involved] or list(self.state.requests)
         for name in suspects:
-            self.state.suspect(name)
-        if len(suspects) == 1 and self.state.requests[suspects[0]].strikes > 1:
+            self.state.suspect(name, alone=len(suspects) == 1)
+        self._reserved = 0
+        if len(suspects) == 1 and self.state.requests[suspects[0]].failed_alone > 1:
             message = f"the engine's step failed: {type(error).__name__}: {error}"
             self._fail(suspects[0], EngineError(message))
 
     def _fail(self, request_id: str, error: MlxinferError) -> None:
         opened = self._open.pop(request_id)
         self.state.end(request_id, "error")
-        self.runner.forget(request_id)
+        if request_id not in {release.request_id for release in self.state.release}:
+            self.runner.forget(request_id)
         self._finish(opened, error=error)
 
     def close(self) -> None:
@@ -392,6 +441,10 @@ class Engine:
             self.memory.leave(self)
             self.thread.detach(self)
             self.runner.close()
+
+    def wait_written(self, timeout: float = WRITTEN_S) -> bool:
+        """After `close`, from another thread: wait until what was idle is on disk."""
+        return self._disk is None or self._disk.wait(timeout)
 
     def stats(self) -> dict[str, int]:
         """Counters, roughly in step: read from any thread."""

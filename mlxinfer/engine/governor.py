@@ -64,11 +64,16 @@ class Governor:
         self.budget = 0
         """Bytes for weights, sequences and prefixes together."""
         self._measure()
-        self.on_pressure: Callable[[int], None] | None = None
-        """Told, from the MLX thread, how many bytes are wanted that idle models hold; it must return at once."""
+        self.on_pressure: Callable[[int], bool] | None = None
+        """Asked, from the MLX thread, for bytes that idle models hold; says at once whether any will be unloaded."""
 
     def _measure(self) -> None:
-        self.budget = int((runtime.memory().budget if self._own is None else self._own) * (1 - HEADROOM))
+        self.budget = int(self.whole * (1 - HEADROOM))
+
+    @property
+    def whole(self) -> int:
+        """The budget with the headroom: the user's, else the machine's."""
+        return runtime.memory().budget if self._own is None else self._own
 
     def set_budget(self, budget: int | None) -> None:
         """A limit of the user's own, in bytes; None goes back to the machine's."""
@@ -93,8 +98,8 @@ class Governor:
         room = self.budget - member.weight_bytes
         if needed > room:
             raise WontFitError(
-                f"{what} needs {needed / 2**30:.2f} GiB for its context and {max(0, room) / 2**30:.2f} GiB are there "
-                "beside the model; shorten the prompt, lower max_tokens or serve the model with a smaller context"
+                f"{what} needs {needed / 2**20:,.0f} MiB for its context and {max(0, room) / 2**20:,.0f} MiB are there "
+                "beside the model; shorten the prompt, lower max_tokens or give models more memory (memory_mb)"
             )
 
     def balance(self, member: Member) -> None:
@@ -109,8 +114,16 @@ class Governor:
             elif over > 0 and held:
                 other.shrink_cache(max(0, held - over))
                 cached -= held - other.cached_bytes()
-        if spare < 0 and self.on_pressure is not None:
-            self.on_pressure(-spare)
+        if spare < 0:
+            self.press(-spare)
+
+    def press(self, wanted: int) -> bool:
+        """Ask for `wanted` bytes of idle models; whether some will become free."""
+        return self.on_pressure is not None and self.on_pressure(wanted)
+
+    def others_busy(self, member: Member) -> bool:
+        """Whether sequences of other members will end and free their memory."""
+        return any(m.reserved_bytes() > 0 for m in self._members if m is not member)
 
     def held_bytes(self) -> int:
         """What this process holds and won't give away for the asking: mlx's memory without idle prefixes."""

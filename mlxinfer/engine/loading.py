@@ -207,12 +207,12 @@ def _bytes_in_memory(tensors: Mapping[str, TensorInfo], dtype: str) -> int:
 
 def check_memory(name: str, needed: int) -> None:
     """Raise WontFitError when `needed` bytes of weights don't fit beside what this process holds already."""
-    budget, held = runtime.memory().budget, governor().held_bytes()
+    budget, held = governor().whole, governor().held_bytes()
     if needed > budget - held:
-        beside = f", of which {held / 2**30:.1f} GiB are in use by loaded models" if held > 2**20 else ""
+        beside = f", of which {held / 2**20:,.0f} MiB are in use by loaded models" if held > 2**20 else ""
         raise WontFitError(
-            f"{name} needs {needed / 2**30:.1f} GiB for its weights and this machine gives models "
-            f"{budget / 2**30:.1f} GiB{beside}; `mlxinfer fit` shows what would fit"
+            f"{name} needs {needed / 2**20:,.0f} MiB for its weights and models may take {budget / 2**20:,.0f} MiB here"
+            f"{beside}; `mlxinfer fit` shows what would fit, memory_mb is the setting"
         )
 
 
@@ -242,7 +242,7 @@ def _apply_dtype_policy(model: nn.Module, setting: str) -> str:
     if runtime.on_cpu() and _is_quantized(model):
         # mlx's CPU kernels for packed weights are far slower than a float32 product.
         plain = upstream.num_parameters(model) * target.size
-        if plain <= runtime.memory().budget * DEQUANTIZE_SHARE - governor().held_bytes():
+        if plain <= governor().whole * DEQUANTIZE_SHARE - governor().held_bytes():
             upstream.dequantize(model)
     return str(target).removeprefix("mlx.core.")
 

@@ -7,7 +7,6 @@ of a conversation. Nothing here may fail a request: what can't be stored or read
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -27,8 +26,12 @@ log = logging.getLogger(__name__)
 
 MIN_TOKENS = 128
 """Shorter prefixes are computed again faster than they are worth a file."""
+MAX_LAST = 64
+"""Entries that are written at the end of a model."""
 MIN_GAIN = 64
-"""Tokens that reading a file must spare."""
+"""Tokens that reading a file must spare …"""
+MIN_SHARE = 8
+"""… and at least this part of what is in it, since a file is read whole."""
 
 
 class PrefixDisk:
@@ -46,9 +49,11 @@ class PrefixDisk:
     def fetch(self, store: PrefixStore, key: str, tokens: Sequence[int], limit: int, held: int) -> None:
         """Bring into memory what is on disk of `tokens`, when it is worth more than the `held` ones that are there."""
         found = self.tier.lookup(key, tokens, limit, store.needs_state)
-        if found is None or found[1] < held + MIN_GAIN:
+        if found is None:
             return
-        entry = found[0]
+        entry, length = found
+        if length - held < max(MIN_GAIN, len(entry.tokens) // MIN_SHARE):
+            return
         if entry.nbytes > store.tree.max_bytes or (arrays := self.tier.read(entry)) is None:
             return
         named = restored(arrays)
@@ -60,39 +65,54 @@ class PrefixDisk:
         store.insert(key, entry.tokens, span.part, states)
         store.tree.mark_written(Evicted(key, entry.tokens, [], states, dirty=False))
 
-    def offer(self, entry: Evicted[Span, State], done: Callable[[bool], None] | None = None) -> bool:
-        """Queue an entry for writing; False when it is too short, there already, or the disk is busy."""
-        if not entry.dirty or len(entry.tokens) < MIN_TOKENS or not self.writer.free:
+    def offer(
+        self, entry: Evicted[Span, State], done: Callable[[bool], None] | None = None, *, last: bool = False
+    ) -> bool:
+        """Queue an entry for writing; False when it is too short, there already, or the disk is busy (but `last`)."""
+        if not entry.dirty or len(entry.tokens) < MIN_TOKENS or not (last or self.writer.free):
             return False
-        arrays, meta = packed(entry)
-        checkpoints = sorted(entry.states)
-        return self.writer.submit(DiskJob(entry.key, entry.tokens, stored(arrays), meta, checkpoints, done))
+        try:
+            arrays, meta = packed(entry)
+            job = DiskJob(entry.key, entry.tokens, stored(arrays), meta, sorted(entry.states), done)
+        except Exception:
+            # The worker's edge: whoever makes room in the cache has nothing to do with what is in it.
+            log.exception("a prefix could not be packed for the disk")
+            return False
+        return self.writer.submit(job, last=last)
 
-    def write_idle(self, store: PrefixStore, post: Callable[[Callable[[], None]], None]) -> None:
-        """Queue the next entry that isn't on disk; when it is written, `post` brings us back for another."""
+    def write_idle(
+        self, store: PrefixStore, post: Callable[[Callable[[], None]], None], idle: Callable[[], bool]
+    ) -> None:
+        """Queue the next entry that isn't on disk; when it is written, `post` brings us back for another, if `idle`."""
         for entry in store.tree.iter_idle():
 
             def written(ok: bool, entry: Evicted[Span, State] = entry) -> None:
                 if ok:
-                    post(lambda: self._note(store, entry, post))
+                    post(lambda: self._note(store, entry, post, idle))
 
             if self.offer(entry, written):
                 return
 
     def _note(
-        self, store: PrefixStore, entry: Evicted[Span, State], post: Callable[[Callable[[], None]], None]
+        self,
+        store: PrefixStore,
+        entry: Evicted[Span, State],
+        post: Callable[[Callable[[], None]], None],
+        idle: Callable[[], bool],
     ) -> None:
         store.tree.mark_written(entry)
-        self.write_idle(store, post)
+        if idle():
+            self.write_idle(store, post, idle)
 
-    def close(self, store: PrefixStore, timeout: float) -> None:
-        """Write what isn't on disk yet, newest first, as far as `timeout` seconds in all allow, and end."""
-        end = time.monotonic() + timeout
-        for entry in reversed(list(store.tree.iter_idle())):
-            if not self.writer.flush(max(0.0, end - time.monotonic())):
-                break
-            self.offer(entry)
-        self.writer.close(max(0.0, end - time.monotonic()))
+    def close(self, store: PrefixStore) -> None:
+        """Queue what isn't on disk yet, newest first. Returns at once; `wait` is for another thread."""
+        for entry in list(store.tree.iter_idle())[: -MAX_LAST - 1 : -1]:
+            self.offer(entry, last=True)
+        self.writer.finish()
+
+    def wait(self, timeout: float) -> bool:
+        """After `close`: wait until all is written, up to `timeout` seconds; what is left then is dropped."""
+        return self.writer.close(timeout)
 
 
 def packed(entry: Evicted[Span, State]) -> tuple[dict[str, mx.array], dict[str, Any]]:

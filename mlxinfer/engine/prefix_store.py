@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlxinfer.engine.kv import STEP, SeqKV, Sequence
-from mlxinfer.engine.prefix import PrefixTree
+from mlxinfer.engine.prefix import Hit, PrefixTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from mlxinfer.engine.forwards import Forwards
     from mlxinfer.engine.prefix import Evicted
     from mlxinfer.engine.prefix_disk import PrefixDisk
-
-CLOSE_S = 5.0
-"""How long the end of a model may wait for the disk."""
 
 
 @dataclass(slots=True)
@@ -79,6 +76,7 @@ class PrefixStore:
         self.needs_state = needs_state
         self.disk = disk
         self._ops = _Ops()
+        self._claimed: dict[str, Hit[Span, State]] = {}
         self.tree: PrefixTree[Span, State] = PrefixTree(
             self._ops, needs_state=needs_state, max_bytes=max_bytes, on_evict=self._evicted
         )
@@ -92,27 +90,35 @@ class PrefixStore:
         held = self.tree.lookup(key, tokens, limit, count=False)
         return held if self.disk is None else max(held, self.disk.lookup(self, key, tokens, limit))
 
-    def lookup(self, key: str, tokens: Seq[int], limit: int) -> int:
-        """How many of the first `limit` tokens can be restored now. What only the disk has is read first."""
+    def claim(self, request_id: str, key: str, tokens: Seq[int], limit: int, *, move: bool = True) -> int:
+        """Take what is held of the first `limit` tokens for a request that is about to start; returns how many.
+
+        What only the disk has is read first. From here to `restore` nothing can take it away. With `move`, what no
+        other entry needs leaves the cache and isn't copied.
+        """
         if self.disk is not None:
             held = self.tree.lookup(key, tokens, limit, count=False)
             self.disk.fetch(self, key, tokens, limit, held)
-        return self.tree.lookup(key, tokens, limit)
+        length = self.tree.lookup(key, tokens, limit)
+        if length:
+            self._claimed[request_id] = self.tree.take(key, tokens, length, move=move and not self.needs_state)
+            self._ops.made.clear()
+        return length
 
-    def restore(self, sequence: Sequence, key: str, tokens: Seq[int], length: int) -> None:
-        """Fill an empty sequence with the first `length` tokens; `length` is what `lookup` said.
-
-        What only this sequence goes on with is moved out of the cache, not copied.
-        """
-        hit = self.tree.take(key, tokens, length, move=not self.needs_state)
-        self._ops.made.clear()
+    def restore(self, sequence: Sequence, request_id: str) -> None:
+        """Fill an empty sequence with what its request has claimed."""
+        hit = self._claimed.pop(request_id)
         for index, leaf in enumerate(sequence.plain()):
             parts = [span.layers[index] for span in hit.spans]
-            leaf.load(parts[0] if len(parts) == 1 else _joined(parts, [s.length for s in hit.spans]), 0, length)
+            leaf.load(parts[0] if len(parts) == 1 else _joined(parts, [s.length for s in hit.spans]), 0, hit.length)
         if hit.state is not None:
             for leaf, held in zip(sequence.stateful(), hit.state.leaves, strict=True):
                 _restore_leaf(leaf, held)
-        sequence.length = length
+        sequence.length = hit.length
+
+    def drop_claims(self) -> None:
+        """Forget what was claimed for a step that failed."""
+        self._claimed.clear()
 
     def save(self, sequence: Sequence, key: str, tokens: Seq[int]) -> None:
         """Take over what a sequence that ends holds for `tokens`."""
@@ -168,16 +174,17 @@ class PrefixStore:
         if self.disk is not None:
             self.disk.offer(entry)
 
-    def write_idle(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """Bring to disk what isn't there, one entry after the other; `post` runs a function on this thread later."""
+    def write_idle(self, post: Callable[[Callable[[], None]], None], idle: Callable[[], bool]) -> None:
+        """Bring to disk what isn't there, one entry after the other, while `idle()`; `post` runs a function later."""
         if self.disk is not None:
-            self.disk.write_idle(self, post)
+            self.disk.write_idle(self, post, idle)
 
-    def close(self, timeout: float = CLOSE_S) -> None:
-        """Bring what is idle to disk, and let go of everything."""
+    def close(self) -> None:
+        """Let go of everything; what is idle goes on its way to disk."""
         if self.disk is not None:
-            self.disk.close(self, timeout)
+            self.disk.close(self)
         self.tree.clear()
+        self._claimed.clear()
 
 
 def can_restore(runner: Forwards) -> Generator[None, None, bool]:

@@ -69,6 +69,8 @@ class Runner(Forwards):
         self._decoding = None
         self.attention.handles.clear()
         self.head.keep = None
+        if self.prefixes is not None:
+            self.prefixes.drop_claims()
         for row in self._rows.values():
             row.sequence = row.token = None
 
@@ -103,7 +105,7 @@ class Runner(Forwards):
             row.sequence.share(self._rows[start.source].held, start.cached)
         elif start.cached:
             assert self.prefixes is not None
-            self.prefixes.restore(row.sequence, row.spec.cache_key, row.tokens, start.cached)
+            self.prefixes.restore(row.sequence, start.request_id)
 
     def _release(self, release: Release) -> None:
         row = self._rows.get(release.request_id)

@@ -45,6 +45,7 @@ def schedule(state: SchedulerState, lookup: Callable[[str, int], int] | None = N
     it keeps what it has earned, so that none starves. `lookup(request_id, limit)` says how many of a request's first
     tokens, at most `limit`, the prefix cache holds.
     """
+    state.short_of = 0
     lost = _make_room(state)
     release = tuple(state.release)
     state.release.clear()
@@ -53,6 +54,14 @@ def schedule(state: SchedulerState, lookup: Callable[[str, int], int] | None = N
     step = Step(state.step_number, release, tuple(plan.starts), tuple(plan.chunks), plan.decode())
     if not step.empty:
         state.step_number += 1
+    return step
+
+
+def release_only(state: SchedulerState) -> Step:
+    """A step that only lets rows go, so that what they computed can be found by those who start in the next one."""
+    step = Step(state.step_number, tuple(state.release))
+    state.release.clear()
+    state.step_number += 1
     return step
 
 
@@ -100,7 +109,10 @@ class _Plan:
 
     def decode(self) -> tuple[DecodeRow, ...]:
         """One token for every row that has more to make."""
-        rows = [r for r in self.live if r.num_scheduled < r.max_tokens]
+        # Those whose prompt ends in this step come last: the runner puts their tokens behind the running rows'.
+        ending = {c.request_id for c in self.chunks}
+        live = sorted(self.live, key=lambda r: r.request_id in ending)
+        rows = [r for r in live if r.num_scheduled < r.max_tokens]
         made = tuple(DecodeRow(r.request_id, r.num_scheduled) for r in rows)
         for r in rows:
             r.num_scheduled += 1
@@ -178,10 +190,12 @@ class _Plan:
         if len(state.started) >= state.max_num_seqs:
             return False
         need = 0 if state.kv_limit is None else state.kv.bytes(request.reserved_tokens())
-        # One sequence may always run: whether it fits at all was checked on arrival.
-        if state.kv_limit is not None and state.started and self.reserved + need > state.kv_limit:
+        # One sequence may always run, when no memory becomes free elsewhere: whether it fits was checked on arrival.
+        if state.kv_limit is not None and (state.started or state.patient) and self.reserved + need > state.kv_limit:
+            state.short_of = self.reserved + need - state.kv_limit
             return False
         self.reserved += need
+        request.rowless = False
         output = tuple(request.output)
         request.rebuilt = len(output)
         request.num_scheduled = len(output)

@@ -10,6 +10,7 @@ from mlxinfer import runtime, upstream
 from mlxinfer.engine.disk import DiskTier
 from mlxinfer.engine.engine import Engine
 from mlxinfer.engine.fingerprint import fingerprint
+from mlxinfer.engine.governor import governor
 from mlxinfer.engine.loading import Prepared, build, prepare
 from mlxinfer.engine.prefix_disk import PrefixDisk
 from mlxinfer.engine.runner import Runner
@@ -55,6 +56,7 @@ def start_engine(
     read is let go of and CancelledError raised.
     """
     thread = mlx_thread()
+    governor().set_budget(None if settings.memory_mb is None else settings.memory_mb << 20)
     prepared = prepare(kind, path, dtype=settings.dtype)
     tier = _disk_tier(kind, path, settings)
     job = thread.run_sliced(_start(thread, prepared, name, source, settings, tier, cancel or threading.Event()))
@@ -103,7 +105,6 @@ def _start(
         prefix_bytes=None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20,
         disk=None if tier is None else PrefixDisk(tier),
     )
-    engine.memory.set_budget(None if settings.memory_mb is None else settings.memory_mb << 20)
     runtime.set_wired_limit(settings.wired_limit_mb)
     limit = settings.context_length
     info = ModelInfo(

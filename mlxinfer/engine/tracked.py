@@ -48,6 +48,10 @@ class Tracked:
     """Prompt tokens that were computed for others while this one waited for its next turn."""
     strikes: int = 0
     """Failed steps that this request had a part in."""
+    failed_alone: int = 0
+    """Those of them in which it was alone, since it last made its tokens."""
+    rowless: bool = False
+    """It had a row and lost it; the runner still knows the request."""
     trial: int = 0
     """Tokens to make alone before it may join the others again."""
 
@@ -89,6 +93,10 @@ class SchedulerState:
     kv: KVCost = field(default_factory=KVCost)
     kv_limit: int | None = None
     """Bytes that all running sequences may take."""
+    patient: bool = False
+    """Memory will become free elsewhere: nothing is started beyond the limit, not even alone."""
+    short_of: int = 0
+    """Bytes that the first in line lacked in the last step."""
     pace: Pace = field(default_factory=Pace)
     requests: dict[str, Tracked] = field(default_factory=dict[str, Tracked])
     started: dict[str, None] = field(default_factory=dict[str, None])
@@ -120,8 +128,8 @@ class SchedulerState:
         request.finished = reason
         if request_id in self.probation:
             self.probation.remove(request_id)
-        if request_id in self.started:
-            del self.started[request_id]
+        if request_id in self.started or request.rowless:
+            self.started.pop(request_id, None)
             self.release.append(Release(request_id, tuple(request.output)))
         return True
 
@@ -131,6 +139,7 @@ class SchedulerState:
         self.started.pop(request_id, None)
         request.num_computed_tokens = 0
         request.rebuilt = 0
+        request.rowless = True
 
     def preempt(self, request_id: str) -> None:
         """`rewind` a request whose row is sound: what it computed is left to the prefix cache."""
@@ -156,10 +165,11 @@ class SchedulerState:
                 self.end(row.request_id, reason)
         return outcomes
 
-    def suspect(self, request_id: str) -> None:
+    def suspect(self, request_id: str, *, alone: bool = False) -> None:
         """Let a request run alone for a while: a step that it had a part in has failed. Longer each time."""
         request = self.requests[request_id]
         request.strikes += 1
+        request.failed_alone += alone
         request.trial = TRIAL**request.strikes
         if request_id not in self.probation:
             self.probation.append(request_id)
@@ -168,6 +178,7 @@ class SchedulerState:
         if self.probation and self.probation[0] == request.request_id:
             request.trial -= 1
             if request.trial <= 0:
+                request.failed_alone = 0
                 self.probation.pop(0)
 
     def reserved_bytes(self) -> int:

@@ -174,16 +174,21 @@ class ModelPool:
             entry.state = "unloading"
         self._unload(entry)
 
-    def relieve(self, wanted: int) -> None:
+    def relieve(self, wanted: int) -> bool:
         """Have idle models that aren't pinned unloaded, the least recently used first, until `wanted` bytes are free.
 
-        For requests at work that need more memory. Returns at once; while models are just going nothing is added.
+        For requests at work that need more memory. Returns at once, with whether any will go; while models are just
+        going nothing is added.
         """
         with self._changed:
-            if all(entry.state != "unloading" for entry in self._entries.values()):
-                self._wanted = max(self._wanted, wanted)
-                self._start_timer()
-                self._changed.notify_all()
+            if any(entry.state == "unloading" for entry in self._entries.values()):
+                return True
+            if next(iter(self._idle()), None) is None:
+                return False
+            self._wanted = max(self._wanted, wanted)
+            self._start_timer()
+            self._changed.notify_all()
+            return True
 
     def unload_idle(self) -> None:
         """Unload what `relieve` asked for and what was idle for `keep_alive`; a thread of the pool does it when due."""

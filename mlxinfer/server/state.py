@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import InvalidRequestError, ModelFileError, ModelNotFoundError, UnsupportedModelError
 from mlxinfer.server.errors import HttpError
 from mlxinfer.server.inflight import Inflight, shutting_down, until_disconnect
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mlxinfer.pool import Lease, ModelPool
     from mlxinfer.server.options import ServerOptions
 
+
+log = logging.getLogger("mlxinfer.server")
 
 T = TypeVar("T")
 WORKERS = 4
@@ -73,6 +76,11 @@ class ServerState:
                 if not future.done():
                     raise HttpError(400, "the client left while the model was loading", code="disconnected")
             return future.result()
+        except (ModelFileError, ModelNotFoundError, UnsupportedModelError) as error:
+            # Where its files are, and what is wrong with them, is the owner's to know.
+            log.error("%s could not be loaded: %s", name, error)
+            message = f"the model {name} could not be loaded; the server's log says why"
+            raise HttpError(500, message, code="model_load_failed", param="model") from error
         except BaseException:
             self.models.abandon(future)
             raise

@@ -153,6 +153,7 @@ def test_after_a_restart_a_conversation_goes_on_from_disk(case, tmp_path):
     first = engine_of(model, case, folder=tmp_path)
     reply, _ = collect(submit(first, "a", prompt, tokens=7, starts=starts))
     thread.call(first.close)
+    assert first.wait_written()
     assert list(tmp_path.rglob("*")), "it is on disk when the engine has ended"
     second = engine_of(model, case, folder=tmp_path)
     try:
@@ -174,6 +175,7 @@ def test_a_damaged_file_is_not_served_and_costs_nothing(damage, tmp_path):
     first = engine_of(model, "llama", folder=tmp_path)
     reply, _ = collect(submit(first, "a", prompt, tokens=7))
     thread.call(first.close)
+    assert first.wait_written()
     (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
     data = bytearray(file.read_bytes())
     data[-100] ^= 1

@@ -73,7 +73,7 @@ def test_what_can_never_run_is_refused_with_the_figures():
     one = Fake(weight_bytes=100)
     governor = governed(one)
     governor.check_fits(one, BUDGET - 100, "a request")
-    with pytest.raises(WontFitError, match=r"a request needs .* GiB"):
+    with pytest.raises(WontFitError, match=r"a request needs .* MiB"):
         governor.check_fits(one, BUDGET - 99, "a request")
 
 

@@ -62,7 +62,8 @@ class FakeRunner:
 
     def run(self, step: Step) -> list[int]:
         for release in step.release:
-            del self.computed[release.request_id]
+            # One that was preempted, or lost its row, and ends while it waits has nothing any more.
+            self.computed.pop(release.request_id, None)
         held_before = dict(self.computed)
         for start in step.start:
             assert start.request_id not in self.computed
@@ -77,6 +78,8 @@ class FakeRunner:
             assert p.start == self.computed[p.request_id], "chunks follow each other without a gap"
             assert p.start < p.end <= self.total[p.request_id] - 1, "the last token is left for decode"
             self.computed[p.request_id] = p.end
+        ending = [row.request_id in {c.request_id for c in step.prefill} for row in step.decode]
+        assert ending == sorted(ending), "rows whose prompt ends in this step come last"
         for row in step.decode:
             expected = self.total[row.request_id] - 1
             assert self.computed[row.request_id] >= expected, "decode after prefill"

@@ -77,7 +77,7 @@ def test_a_thousand_clients_that_leave_at_random_leave_nothing_behind():
         assert engine.runner._rows == {}
         assert engine._open == engine.state.requests == engine.state.started == {}
         assert engine.reserved_bytes() == 0
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
         thread.call(engine.runner.prefixes.tree.check)
 
         def held() -> int:
@@ -108,8 +108,8 @@ def test_a_cancelled_request_frees_its_place_within_one_step():
 
         before = thread.call(cancel)
         second.get(timeout=20)
-        # One step that was under way, and the one in which the other starts; its token is read a step later.
-        assert engine.state.step_number - before <= 3
+        # The step under way, the one that lets the row go, the one in which the other starts; its token is read a step later.
+        assert engine.state.step_number - before <= 4
     finally:
         thread.call(engine.close)
 

@@ -137,9 +137,10 @@ def test_a_busy_model_in_the_way_is_a_503_with_retry_after(client: TestClient, p
 
 
 def test_an_error_of_loading_is_the_answer_and_health_stays_200(client: TestClient, loads: OneAtATime) -> None:
-    loads.errors["path/of/a"] = ModelNotFoundError("it is gone")
+    loads.errors["path/of/a"] = ModelNotFoundError("there is no model at /home/me/path/of/a")
     answer = ask(client, "a")
-    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "it is gone")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "model_load_failed")
+    assert "/home/me" not in answer.text, "where files are is not for clients"
     assert ask(client, "b").status_code == 200
     health = client.get("/health")
     assert health.status_code == 200
