@@ -108,7 +108,7 @@ def test_a_cancelled_request_frees_its_place_within_one_step():
 
         before = thread.call(cancel)
         second.get(timeout=20)
-        # The step under way, the one that lets the row go, the one in which the other starts; its token is read a step later.
+        # The step under way, the one that lets the row go, the one in which the other starts, and one until it is read.
         assert engine.state.step_number - before <= 4
     finally:
         thread.call(engine.close)
