@@ -102,10 +102,6 @@ class _Plan:
         self.computed = {r.request_id: r.num_computed_tokens for r in self.requests}
         """Before this step: what a follower may take from its leader."""
         self.reserved = 0 if state.kv_limit is None else state.reserved_bytes()
-        self.crowd = sum(
-            not r.prefilled for r in self.requests if r.request_id in state.started or not self._blocked(r)
-        )
-        """Prompts that want to be read."""
 
     def decode(self) -> tuple[DecodeRow, ...]:
         """One token for every row that has more to make."""
@@ -220,7 +216,9 @@ class _Plan:
         pairs = contexts + sum((c.end - c.start) * (c.start + c.end) // 2 for c in self.chunks)
         quiet = state.pace.seconds(Load(1, 0, rows, contexts))
         if rows:
-            stall = min(STALL_MOST, STALL + STALL_CROWD * max(0, self.crowd - 1))
+            # Without those whose prompt ends in this step: what is put beside them delays their first token.
+            crowd = sum(not r.prefilled and not self._blocked(r) for r in self.requests)
+            stall = min(STALL_MOST, STALL + STALL_CROWD * max(0, crowd - 1))
             seconds = max(stall * quiet, STALL_FLOOR_S)
         else:
             seconds = max(ALONE_FORWARDS * quiet, ALONE_S)
