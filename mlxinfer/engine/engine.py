@@ -181,7 +181,7 @@ class Engine:
             return schedule(state)
         state.kv_limit, state.patient = self.memory.kv_limit(self), True
         step = schedule(state, self._lookup)
-        if state.short_of and not state.started and not self._more_will_come(state.short_of):
+        if step.empty and state.short_of and not self._more_will_come(state.short_of):
             state.patient = False
             step = schedule(state, self._lookup)
         return step

@@ -196,12 +196,12 @@ class _Plan:
         request.rebuilt = len(output)
         request.num_scheduled = len(output)
         limit = request.prompt_length + request.rebuilt - 1
-        cached = self.lookup(request.request_id, limit) if self.lookup else 0
-        source = None
-        leader = self._leader(request)
-        shared = min(request.shared, limit)
-        if leader is not None and not self.state.needs_checkpoints and shared >= cached + MIN_SHARED:
+        leader, shared = self._leader(request), min(request.shared, limit)
+        # From the cache nothing may be claimed that is not used.
+        if leader is not None and not state.needs_checkpoints and shared >= request.hint + MIN_SHARED:
             cached, source = shared, leader.request_id
+        else:
+            cached, source = self.lookup(request.request_id, limit) if self.lookup else 0, None
         request.num_computed_tokens = cached
         state.started[request.request_id] = None
         self.starts.append(Start(request.request_id, cached, source, output))
