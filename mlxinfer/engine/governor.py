@@ -105,17 +105,19 @@ class Governor:
     def balance(self, member: Member) -> None:
         """Make room for what the member's sequences reserve: idle prefixes shrink, those of the others first."""
         spare = self.budget - self._weights() - sum(m.reserved_bytes() for m in self._members)
-        cached = sum(m.cached_bytes() for m in self._members)
-        for other in [*(m for m in self._members if m is not member), member]:
-            over = cached - max(0, spare)
-            held = other.cached_bytes()
-            if other is member:
-                other.shrink_cache(max(0, spare - (cached - held)))
-            elif over > 0 and held:
-                other.shrink_cache(max(0, held - over))
-                cached -= held - other.cached_bytes()
+        others = [m for m in self._members if m is not member]
+        self._give_way(others, sum(m.cached_bytes() for m in self._members) - max(0, spare))
+        member.shrink_cache(max(0, spare - sum(m.cached_bytes() for m in others)))
         if spare < 0:
             self.press(-spare)
+
+    def _give_way(self, members: list[Member], over: int) -> None:
+        """Shrink idle prefixes by `over` bytes, one member's after the other's."""
+        for member in members:
+            held = member.cached_bytes()
+            if over > 0 and held:
+                member.shrink_cache(max(0, held - over))
+                over -= held - member.cached_bytes()
 
     def press(self, wanted: int) -> bool:
         """Ask for `wanted` bytes of idle models; whether some will become free."""
@@ -132,12 +134,7 @@ class Governor:
     def reclaim(self, needed: int) -> None:
         """Let idle prefixes make room for `needed` bytes of a model that is about to be loaded. On the MLX thread."""
         spare = max(0, self.budget - self.held_bytes() - needed)
-        cached = sum(m.cached_bytes() for m in self._members)
-        for member in self._members:
-            if cached > spare:
-                held = member.cached_bytes()
-                member.shrink_cache(max(0, held - (cached - spare)))
-                cached -= held - member.cached_bytes()
+        self._give_way(self._members, sum(m.cached_bytes() for m in self._members) - spare)
 
     def _weights(self) -> int:
         return sum(m.weight_bytes for m in self._members)

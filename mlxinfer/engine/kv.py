@@ -159,15 +159,16 @@ class Sequence:
             if isinstance(leaf, SeqKV):
                 found += leaf.buffers()
             else:
-                found += _arrays_in(leaf.state)
+                found += arrays_in(leaf.state)
         return found
 
 
-def _arrays_in(state: Any) -> list[mx.array]:
+def arrays_in(state: Any) -> list[mx.array]:
+    """Every array in nested lists and tuples."""
     if isinstance(state, mx.array):
         return [state]
     if isinstance(state, list | tuple):
-        return [a for part in state for a in _arrays_in(part)]
+        return [a for part in state for a in arrays_in(part)]
     return []
 
 
@@ -201,7 +202,7 @@ def kv_cost(sequence: Sequence) -> KVCost:
         # mlx-lm's own caches of keys grow in steps of 256 as well; for the others a fixed size is a fair guess.
         keys = getattr(leaf, "keys", None)
         if not isinstance(keys, mx.array) or keys.ndim != 4:
-            fixed += sum(a.nbytes for a in _arrays_in(leaf.state)) if not isinstance(leaf, SeqKV) else 0
+            fixed += sum(a.nbytes for a in arrays_in(leaf.state)) if not isinstance(leaf, SeqKV) else 0
             continue
         size = leaf.nbytes // keys.shape[2]
         window = leaf.window if isinstance(leaf, SeqKV) else None

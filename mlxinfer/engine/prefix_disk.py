@@ -13,8 +13,9 @@ import mlx.core as mx
 
 from mlxinfer.engine.disk_arrays import restored, stored
 from mlxinfer.engine.disk_writer import DiskJob, DiskWriter
+from mlxinfer.engine.kv import arrays_in
 from mlxinfer.engine.prefix import Evicted
-from mlxinfer.engine.prefix_store import Span, State, arrays_in
+from mlxinfer.engine.prefix_store import Span, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

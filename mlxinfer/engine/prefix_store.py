@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlxinfer.engine.kv import STEP, SeqKV, Sequence
+from mlxinfer.engine.kv import STEP, SeqKV, Sequence, arrays_in
 from mlxinfer.engine.prefix import Hit, PrefixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping
+    from collections.abc import Callable, Generator, Mapping
     from collections.abc import Sequence as Seq
 
     from mlxinfer.engine.forwards import Forwards
@@ -161,7 +161,7 @@ class PrefixStore:
         leaves = [_saved_leaf(leaf, sequence.length, position) for leaf in sequence.stateful()]
         if any(leaf is None for leaf in leaves):
             return {}
-        arrays = list(arrays_in(leaves))
+        arrays = arrays_in(leaves)
         mx.async_eval(arrays)
         return {position: State(leaves, sum(a.nbytes for a in arrays))}
 
@@ -247,12 +247,3 @@ def _fresh(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_fresh(part) for part in value)
     return value
-
-
-def arrays_in(value: Any) -> Iterable[mx.array]:
-    """Every array in nested lists and tuples."""
-    if isinstance(value, mx.array):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from arrays_in(part)
