@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlxinfer.engine.events import Event, Open, Request, Sink, sent, timings_of
 from mlxinfer.engine.governor import Governor, governor
+from mlxinfer.engine.idle import IdleWriter
 from mlxinfer.engine.memory import RESERVE_TOKENS
 from mlxinfer.engine.prefix_node import shared_length
 from mlxinfer.engine.prefix_store import PrefixStore
@@ -29,8 +30,6 @@ log = logging.getLogger(__name__)
 
 WRITTEN_S = 5.0
 """How long who unloads a model waits for the disk."""
-WRITE_AFTER_S = 3.0
-"""Seconds without work before idle prefixes are written to disk."""
 MEAN_WEIGHT = 0.1
 """Of the latest request in how long requests run."""
 RECOUNT_EVERY = 64
@@ -96,9 +95,7 @@ class Engine:
         self.cached_tokens = 0
         self.failed_steps = 0
         self._joined = False
-        self._timer: threading.Timer | None = None
-        self._unwritten = False
-        """There was work since idle prefixes were last brought to disk."""
+        self._idle = IdleWriter(thread.post, lambda: not self.state.requests, runner.prefixes)
 
     # -- from any thread -------------------------------------------------------------------------------------------
 
@@ -169,9 +166,7 @@ class Engine:
             self._read(running)
         self._end_outgrown()
         worked = running is not None or before is not None
-        self._unwritten = self._unwritten or worked
-        if not worked:
-            self._write_later()
+        self._idle.worked() if worked else self._idle.rests()
         return worked
 
     def _next_step(self) -> Step:
@@ -224,32 +219,6 @@ class Engine:
             self.runner.prefixes.shrink(limit)
 
     # -- one step --------------------------------------------------------------------------------------------------
-
-    def _write_later(self) -> None:
-        """Bring idle prefixes to disk when there has been no work for a while."""
-        prefixes = self.runner.prefixes
-        if not self._unwritten or self._timer is not None or prefixes is None or prefixes.disk is None:
-            return
-        self._timer = threading.Timer(WRITE_AFTER_S, self.thread.post, [self._write_idle])
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _write_idle(self) -> None:
-        self._timer = None
-        if self.closed or self.runner.prefixes is None or self.state.requests:
-            return
-        if time.perf_counter() - self._last_read < WRITE_AFTER_S:
-            self._write_later()
-        else:
-            self._unwritten = False
-            self.runner.prefixes.write_idle(self.thread.post, self._is_idle)
-
-    def _is_idle(self) -> bool:
-        if self.closed or self.state.requests:
-            # What is left is written after the next pause.
-            self._unwritten = True
-            return False
-        return True
 
     def _read(self, running: _Running) -> None:
         """Wait for a launched step and hand its tokens out."""
@@ -435,8 +404,7 @@ class Engine:
             for request_id in list(self._open):
                 self._fail(request_id, EngineClosedError("the model was unloaded"))
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            self._idle.close()
             self._reserved = 0
             self.memory.leave(self)
             self.thread.detach(self)

@@ -230,7 +230,7 @@ def test_with_the_cache_off_nothing_is_held():
 
 
 def test_an_idle_engine_writes_once_and_then_sleeps(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlxinfer.engine.engine.WRITE_AFTER_S", 0.1)
+    monkeypatch.setattr("mlxinfer.engine.idle.WRITE_AFTER_S", 0.1)
     thread = mlx_thread()
     model = thread.call(lambda: tiny_model("llama"))
     engine = engine_of(model, "llama", folder=tmp_path)

@@ -281,7 +281,7 @@ def test_idle_prefixes_are_written_no_further_when_work_arrives(make_engine, tmp
     disk.offer = watched  # type: ignore[method-assign]
     (events,) = submit(engine, request("run", [77] * 3, 500))
     events.get(timeout=20)
-    engine.thread.call(lambda: engine.runner.prefixes.write_idle(engine.thread.post, engine._is_idle))
+    engine.thread.call(lambda: engine.runner.prefixes.write_idle(engine.thread.post, engine._idle._may_go_on))
     collect(events)
     assert beside_work.count(True) == 1, "the one that was asked for here, and none after it"
 
