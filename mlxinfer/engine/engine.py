@@ -12,9 +12,9 @@ from mlxinfer.engine.events import Event, Open, Request, Sink, sent, timings_of
 from mlxinfer.engine.governor import Governor, governor
 from mlxinfer.engine.idle import IdleWriter
 from mlxinfer.engine.memory import RESERVE_TOKENS
-from mlxinfer.engine.prefix_node import shared_length
 from mlxinfer.engine.prefix_store import PrefixStore
-from mlxinfer.engine.scheduler import MIN_SHARED, load_of, release_only, schedule
+from mlxinfer.engine.scheduler import load_of, release_only, schedule
+from mlxinfer.engine.shared_prefixes import SharedPrefixes
 from mlxinfer.engine.tracked import SchedulerState, Tracked
 from mlxinfer.errors import EngineClosedError, EngineError, MlxinferError, QueueFullError, WontFitError
 from mlxinfer.types import FinishReason, Usage
@@ -22,7 +22,8 @@ from mlxinfer.types import FinishReason, Usage
 if TYPE_CHECKING:
     from mlxinfer.engine.pace import Load
     from mlxinfer.engine.prefix_disk import PrefixDisk
-    from mlxinfer.engine.runner import Launched, RowSpec, Runner
+    from mlxinfer.engine.rows import Launched
+    from mlxinfer.engine.runner import Runner
     from mlxinfer.engine.steps import Release, Start, Step
     from mlxinfer.engine.worker import MlxThread
 
@@ -80,6 +81,7 @@ class Engine:
             kv=runner.kv_cost,
         )
         self._open: dict[str, Open] = {}
+        self._shared = SharedPrefixes(runner.prefixes, self.state, self._open)
         self._pending: _Running | None = None
         self._releasing: tuple[Release, ...] = ()
         self._building: Step | None = None
@@ -175,10 +177,10 @@ class Engine:
         if not state.requests:
             return schedule(state)
         state.kv_limit, state.patient = self.memory.kv_limit(self), True
-        step = schedule(state, self._lookup)
+        step = schedule(state, self._shared.claim)
         if step.empty and state.short_of and not self._more_will_come(state.short_of):
             state.patient = False
-            step = schedule(state, self._lookup)
+            step = schedule(state, self._shared.claim)
         return step
 
     def _more_will_come(self, wanted: int) -> bool:
@@ -237,35 +239,6 @@ class Engine:
                     self._fail(outcome.request_id, EngineError(f"delivery failed: {type(error).__name__}: {error}"))
         self._building = None
 
-    def _lookup(self, request_id: str, limit: int) -> int:
-        """Claim what the prefix cache holds of a request's tokens. One that failed before computes all of them."""
-        prefixes, tracked = self.runner.prefixes, self.state.requests[request_id]
-        if prefixes is None or tracked.strikes:
-            return 0
-        spec = self._open[request_id].request.spec
-        # Another that waits and would go on from the same place finds it, if it stays.
-        alone = not any(
-            r.hint and n != request_id and n not in self.state.started for n, r in self.state.requests.items()
-        )
-        try:
-            return prefixes.claim(
-                request_id, spec.cache_key, (*spec.prompt_token_ids, *tracked.output), limit, move=alone
-            )
-        except Exception:
-            # The worker's edge: a cache that fails is a cache that holds nothing.
-            log.exception("the prefix cache failed")
-            return 0
-
-    def _hint(self, spec: RowSpec, limit: int) -> int:
-        """How many of a new request's tokens could be restored, as it looks now."""
-        if self.runner.prefixes is None:
-            return 0
-        try:
-            return self.runner.prefixes.peek(spec.cache_key, spec.prompt_token_ids, limit)
-        except Exception:
-            log.exception("the prefix cache failed")
-            return 0
-
     def _note_start(self, start: Start, now: float) -> None:
         opened = self._open[start.request_id]
         opened.started = opened.started or now
@@ -289,7 +262,7 @@ class Engine:
                 priority=request.priority,
                 boundaries=request.boundaries if self.runner.prefixes is not None else (),
             )
-            self._relate(tracked, spec)
+            self._shared.relate(tracked, spec)
             self.state.add(tracked)
         except Exception as error:
             # The worker's edge: a request that can't be admitted must not take the thread with it.
@@ -297,26 +270,6 @@ class Engine:
             self._open.pop(spec.request_id, None)
             self.runner.forget(spec.request_id)
             self._finish(opened, error=EngineError(f"admission failed: {type(error).__name__}: {error}"))
-
-    def _relate(self, tracked: Tracked, spec: RowSpec) -> None:
-        """What of a new request is computed already, or about to be by another one."""
-        if self.runner.prefixes is None:
-            return
-        limit = tracked.prompt_length - 1
-        tracked.hint = self._hint(spec, limit)
-        best = tracked.hint + MIN_SHARED - 1
-        for other in self._open.values():
-            theirs = other.request.spec
-            leader = self.state.requests.get(theirs.request_id)
-            if leader is None or theirs.cache_key != spec.cache_key:
-                continue
-            shared = min(shared_length(spec.prompt_token_ids, theirs.prompt_token_ids), limit)
-            if self.state.needs_checkpoints:
-                shared = max((b for b in leader.boundaries if b <= shared), default=0)
-            # What a leader hasn't computed by its last prompt token it computes as part of its reply.
-            if min(shared, leader.prompt_length - 1) > best:
-                best = min(shared, leader.prompt_length - 1)
-                tracked.leader, tracked.shared = theirs.request_id, best
 
     def _deliver(self, request_id: str, token: int | None, finished: FinishReason | None) -> None:
         opened = self._open[request_id]
