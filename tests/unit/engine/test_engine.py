@@ -15,6 +15,7 @@ from mlxinfer.engine.worker import mlx_thread
 from mlxinfer.errors import EngineClosedError, EngineError, QueueFullError
 from mlxinfer.upstream import make_cache
 from tests import tiny
+from tests.unit.engine.planted import FailsAt
 
 
 @pytest.fixture
@@ -69,21 +70,6 @@ def reference(engine: Engine, prompt, n: int) -> list[int]:
         return out
 
     return engine.thread.call(run)
-
-
-class FailsAt:
-    """A model whose n-th call raises."""
-
-    def __init__(self, n: int, model) -> None:
-        self.left = n
-        self.model = model
-        self.layers = model.layers
-
-    def __call__(self, *args, **kwargs):
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("planted")
-        return self.model(*args, **kwargs)
 
 
 def test_greedy_tokens_equal_mlx_lms_own_loop_for_requests_that_overlap(engine):

@@ -18,6 +18,7 @@ from mlxinfer.errors import InvalidRequestError
 from mlxinfer.upstream import ArraysCache
 from tests import tiny
 from tests.conformance.examine import tiny_model
+from tests.unit.engine.planted import FailsAt
 
 WIDE = tiny.config(head_dim=32)
 
@@ -357,21 +358,6 @@ def test_a_loaded_model_says_how_its_keys_are_packed(tmp_path):
         assert llm._engine.runner.kv_cost.per_token == 3 * 2 * 2 * 24
     with mlxinfer.load(str(folder)) as llm:
         assert llm.info.kv_quantization == "none"
-
-
-class FailsAt:
-    """A model whose n-th call raises."""
-
-    def __init__(self, n: int, model) -> None:
-        self.left = n
-        self.model = model
-        self.layers = model.layers
-
-    def __call__(self, *args, **kwargs):
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("planted")
-        return self.model(*args, **kwargs)
 
 
 def test_rows_are_rebuilt_after_a_failed_step(engine, caplog):

@@ -99,3 +99,12 @@ def make(sizes: Mapping[str, int], clock: FakeClock | None = None, **options: An
     loads = FakeLoads(sizes)
     pool = ModelPool({name: name for name in sizes}, loads, clock=clock or FakeClock(), timer=False, **options)
     return pool, loads
+
+
+def use(pool: ModelPool, name: str) -> None:
+    with pool.lease(name):
+        pass
+
+
+def states(pool: ModelPool) -> dict[str, str]:
+    return {name: status.state for name, status in pool.status().items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -19,40 +20,11 @@ from mlxinfer.errors import (
     WontFitError,
 )
 from mlxinfer.pool import ModelPool
-from mlxinfer.pool.models import BACKOFF_S, RECHECK_S
-from tests.unit.pool.fake import FakeClock, FakeLLM, FakeLoads, make
+from mlxinfer.pool.models import BACKOFF_S
+from tests.unit.pool.fake import FakeClock, FakeLLM, FakeLoads, make, states, use
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def made(clock: FakeClock) -> Iterator[Any]:
-    """Makes pools, closes them and looks whether anything went wrong on their threads."""
-    made: list[tuple[ModelPool, FakeLoads]] = []
-
-    def build(sizes: dict[str, int], **options: Any) -> tuple[ModelPool, FakeLoads]:
-        made.append(make(sizes, clock, **options))
-        return made[-1]
-
-    yield build
-    for pool, loads in made:
-        pool.close()
-        assert not loads.wrong
-
-
-def use(pool: ModelPool, name: str) -> None:
-    with pool.lease(name):
-        pass
-
-
-def states(pool: ModelPool) -> dict[str, str]:
-    return {name: status.state for name, status in pool.status().items()}
 
 
 def test_a_model_is_loaded_when_it_is_asked_for_and_stays(made: Any) -> None:
@@ -155,119 +127,6 @@ def test_an_explicit_unload_takes_a_pinned_one_too_and_it_can_come_back(made: An
     pool.unload("a")
     use(pool, "a")
     assert loads.log == ["+a", "-a", "+a"]
-
-
-def test_idle_models_go_when_their_time_is_over_and_not_before(made: Any, clock: FakeClock) -> None:
-    pool, loads = made({"a": 30, "b": 30}, keep_alive=60)
-    use(pool, "a")
-    clock.now += 59
-    use(pool, "b")
-    pool.unload_idle()
-    assert loads.log == ["+a", "+b"]
-    assert pool.status()["a"].idle_s == 59
-    clock.now += 1
-    pool.unload_idle()
-    assert loads.log[2:] == ["-a"]
-    with pool.lease("b"):
-        clock.now += 1000
-        pool.unload_idle()
-        assert pool.status()["b"].idle_s is None
-    pool.unload_idle()
-    assert states(pool)["b"] == "loaded", "its time begins when its last request ends"
-    clock.now += 60
-    pool.unload_idle()
-    assert loads.log[3:] == ["-b"]
-
-
-def test_a_model_that_is_due_but_still_works_is_looked_at_again_later(made: Any, clock: FakeClock) -> None:
-    pool, loads = made({"a": 30}, keep_alive=60)
-    use(pool, "a")
-    loads.here["a"].running = 1
-    clock.now += 60
-    pool.unload_idle()
-    loads.here["a"].running = 0
-    pool.unload_idle()
-    assert loads.log == ["+a"]
-    clock.now += RECHECK_S
-    pool.unload_idle()
-    assert loads.log == ["+a", "-a"]
-
-
-def test_requests_that_need_memory_make_idle_models_go_as_many_as_it_takes(made: Any) -> None:
-    pool, loads = made({"a": 20, "b": 20, "c": 20, "d": 20, "e": 20}, pinned=["a"])
-    for name in "abcde":
-        use(pool, name)
-    with pool.lease("b"):
-        pool.relieve(21)
-        pool.relieve(5)
-        pool.unload_idle()
-        assert loads.log[5:] == ["-c", "-d"], "not the pinned one, not the one at work, not more than wanted"
-        pool.unload_idle()
-        assert loads.log[7:] == [], "asked once, done once"
-        pool.relieve(1000)
-        pool.unload_idle()
-    assert loads.log[7:] == ["-e"]
-    assert states(pool)["b"] == "loaded"
-
-
-def test_while_models_are_going_no_others_are_sent_after_them(made: Any) -> None:
-    pool, loads = made({"a": 20, "b": 20})
-    use(pool, "a")
-    use(pool, "b")
-    llm: FakeLLM = loads.here["a"]
-    before = llm.unload
-
-    def unload() -> None:
-        pool.relieve(20)
-        before()
-
-    llm.unload = unload
-    pool.relieve(20)
-    pool.unload_idle()
-    pool.unload_idle()
-    assert loads.log[2:] == ["-a"]
-
-
-def test_the_pools_own_thread_makes_room_without_a_keep_alive_too() -> None:
-    gone = threading.Event()
-    loads = FakeLoads({"a": 30})
-    pool = ModelPool({"a": "a"}, loads)
-    with pool.lease("a") as llm:
-        before = llm.unload
-        llm.unload = lambda: (before(), gone.set())[0]
-    pool.relieve(1)
-    assert gone.wait(10)
-    pool.close()
-    assert loads.log == ["+a", "-a"]
-
-
-def test_the_pools_own_thread_unloads_at_once_when_nothing_is_to_be_kept() -> None:
-    gone = threading.Event()
-
-    class Loads(FakeLoads):
-        def load(self, source: str, cancel: threading.Event) -> Any:
-            llm = super().load(source, cancel)
-            before = llm.unload
-            llm.unload = lambda: (before(), gone.set())
-            return llm
-
-    loads = Loads({"a": 30})
-    pool = ModelPool({"a": "a"}, loads, keep_alive=0)
-    with pool.lease("a"):
-        assert not gone.is_set()
-    assert gone.wait(10)
-    use(pool, "a")
-    pool.close()
-    assert loads.log == ["+a", "-a", "+a", "-a"]
-
-
-def test_without_keep_alive_idle_models_stay_and_there_is_no_timer(made: Any, clock: FakeClock) -> None:
-    pool, loads = made({"a": 30})
-    use(pool, "a")
-    clock.now += 10**9
-    pool.unload_idle()
-    assert loads.log == ["+a"]
-    assert not any(thread.name == "mlxinfer-idle" for thread in threading.enumerate())
 
 
 def test_a_failed_load_is_told_to_all_who_wait_and_again_without_a_new_try(made: Any, clock: FakeClock) -> None:
@@ -392,11 +251,10 @@ def test_a_lease_counts_once_however_often_it_is_released(made: Any) -> None:
     use(pool, "b")
 
 
-def test_a_request_for_what_is_being_unloaded_loads_it_again(made: Any) -> None:
-    pool, loads = made({"a": 60})
-    use(pool, "a")
+@contextlib.contextmanager
+def being_unloaded(pool: ModelPool, name: str, llm: FakeLLM) -> Iterator[threading.Event]:
+    """Another thread is unloading the model until the event is set."""
     entered, go_on = threading.Event(), threading.Event()
-    llm: FakeLLM = loads.here["a"]
     before = llm.unload
 
     def unload() -> None:
@@ -405,37 +263,32 @@ def test_a_request_for_what_is_being_unloaded_loads_it_again(made: Any) -> None:
         before()
 
     llm.unload = unload
-    thread = threading.Thread(target=pool.unload, args=("a",))
+    thread = threading.Thread(target=pool.unload, args=(name,))
     thread.start()
     assert entered.wait(10)
-    future = pool.request("a")
-    assert states(pool) == {"a": "unloading"}
-    go_on.set()
-    assert future.result(10).llm is not llm
+    yield go_on
     thread.join(10)
+
+
+def test_a_request_for_what_is_being_unloaded_loads_it_again(made: Any) -> None:
+    pool, loads = made({"a": 60})
+    use(pool, "a")
+    llm = loads.here["a"]
+    with being_unloaded(pool, "a", llm) as go_on:
+        future = pool.request("a")
+        assert states(pool) == {"a": "unloading"}
+        go_on.set()
+        assert future.result(10).llm is not llm
     assert loads.log == ["+a", "-a", "+a"]
 
 
 def test_a_newcomer_waits_for_memory_that_is_just_being_given_back(made: Any) -> None:
     pool, loads = made({"a": 60, "b": 60})
     use(pool, "a")
-    entered, go_on = threading.Event(), threading.Event()
-    llm: FakeLLM = loads.here["a"]
-    before = llm.unload
-
-    def unload() -> None:
-        entered.set()
-        assert go_on.wait(10)
-        before()
-
-    llm.unload = unload
-    thread = threading.Thread(target=pool.unload, args=("a",))
-    thread.start()
-    assert entered.wait(10)
-    future = pool.request("b")
-    go_on.set()
-    assert future.result(10).llm is loads.here["b"]
-    thread.join(10)
+    with being_unloaded(pool, "a", loads.here["a"]) as go_on:
+        future = pool.request("b")
+        go_on.set()
+        assert future.result(10).llm is loads.here["b"]
 
 
 def test_closing_ends_the_load_tells_who_waits_and_unloads_everything(made: Any) -> None:
