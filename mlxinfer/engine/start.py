@@ -14,7 +14,7 @@ from mlxinfer.engine.governor import governor
 from mlxinfer.engine.loading import Prepared, build, prepare
 from mlxinfer.engine.prefix_disk import PrefixDisk
 from mlxinfer.engine.runner import Runner
-from mlxinfer.engine.worker import MlxThread, mlx_thread
+from mlxinfer.engine.worker import MlxThread, aside, mlx_thread
 from mlxinfer.types import ModelInfo, SamplingParams
 from mlxinfer.zoo import CancelledError
 
@@ -57,8 +57,12 @@ def start_engine(
     """
     thread = mlx_thread()
     governor().set_budget(None if settings.memory_mb is None else settings.memory_mb << 20)
-    prepared = prepare(kind, path, dtype=settings.dtype)
-    tier = _disk_tier(kind, path, settings)
+
+    def files() -> tuple[Prepared, DiskTier | None]:
+        return prepare(kind, path, dtype=settings.dtype), _disk_tier(kind, path, settings)
+
+    # Not on the caller's thread: libraries that are imported or called there may swallow its Ctrl-C.
+    prepared, tier = thread.wait_for(aside(files))
     job = thread.run_sliced(_start(thread, prepared, name, source, settings, tier, cancel or threading.Event()))
     try:
         started = job.result()

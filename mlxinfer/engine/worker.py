@@ -142,14 +142,7 @@ class MlxThread:
             return function()
         self.check_alive()
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
-                future.set_exception(error)
-
-        self.post(run)
+        self.post(lambda: _fulfil(future, function))
         return self.wait_for(future)
 
     def run_sliced(self, pieces: Generator[None, None, T]) -> SlicedJob[T]:
@@ -240,6 +233,20 @@ class MlxThread:
             # The worker's edge: nothing may take the thread, and every model with it.
             log.exception("a function on the MLX thread failed")
             return None
+
+
+def aside(function: Callable[[], T]) -> Future[T]:
+    """Run `function` on a thread of its own that doesn't keep the process alive."""
+    future: Future[T] = Future()
+    threading.Thread(target=_fulfil, args=(future, function), name="mlxinfer-aside", daemon=True).start()
+    return future
+
+
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        future.set_exception(error)
 
 
 _lock = threading.Lock()
