@@ -22,6 +22,14 @@ HEADROOM = 0.08
 """Share of the budget for activations, mlx's own buffers and everything else that isn't counted."""
 
 
+def wont_fit(name: str, needed: int, budget: int, beside: str = "") -> WontFitError:
+    """The refusal of weights of `needed` bytes; `beside` says what takes a part of the budget."""
+    return WontFitError(
+        f"{name} needs {needed / 2**20:,.0f} MiB for its weights and models may take {budget / 2**20:,.0f} MiB here"
+        f"{beside}; `mlxinfer fit` shows what would fit, memory_mb is the setting"
+    )
+
+
 class Member(Protocol):
     """An engine, as the governor sees it."""
 

@@ -16,8 +16,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlxinfer import runtime, upstream
-from mlxinfer.engine.governor import governor
-from mlxinfer.errors import ModelFileError, WontFitError
+from mlxinfer.engine.governor import governor, wont_fit
+from mlxinfer.errors import ModelFileError
 from mlxinfer.formats.files import read_json_object
 from mlxinfer.formats.gguf import plan_gguf, read_weights
 from mlxinfer.formats.safetensors import TensorInfo, check_dtypes, check_safetensors, shard_files
@@ -210,10 +210,7 @@ def check_memory(name: str, needed: int) -> None:
     budget, held = governor().whole, governor().held_bytes()
     if needed > budget - held:
         beside = f", of which {held / 2**20:,.0f} MiB are in use by loaded models" if held > 2**20 else ""
-        raise WontFitError(
-            f"{name} needs {needed / 2**20:,.0f} MiB for its weights and models may take {budget / 2**20:,.0f} MiB here"
-            f"{beside}; `mlxinfer fit` shows what would fit, memory_mb is the setting"
-        )
+        raise wont_fit(name, needed, budget, beside)
 
 
 def _is_quantized(model: nn.Module) -> bool:

@@ -115,7 +115,7 @@ class Runner(Forwards):
         sequence, row.sequence = row.sequence, None
         if release.final:
             del self._rows[release.request_id]
-        if release.keep and self.prefixes is not None and sequence is not None:
+        if self.prefixes is not None and sequence is not None:
             tokens = (*row.spec.prompt_token_ids, *release.output)[: sequence.length]
             self.prefixes.save(sequence, row.spec.cache_key, tokens)
 

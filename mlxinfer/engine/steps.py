@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Take a row's memory away. With `keep`, the prefix cache may have it; `output` are its tokens that were read."""
+    """Take a row's memory away and offer it to the prefix cache; `output` are its tokens that were read."""
 
     request_id: str
     output: tuple[int, ...] = ()
-    keep: bool = True
     final: bool = True
     """False: the request waits for another start."""
 

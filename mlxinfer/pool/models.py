@@ -151,7 +151,7 @@ class ModelPool:
         assert entry.source is not None, "a model that was given is loaded"
         needed, budget = self._loads.predict(entry.source, self._cancel), self._loads.budget()
         if needed > budget:
-            raise WontFitError(_wont_fit(name, needed, budget, []))
+            raise _wont_fit(name, needed, budget, [])
         return needed <= budget - self._loads.held()
 
     def pin(self, name: str, pinned: bool = True) -> None:
@@ -303,7 +303,7 @@ class ModelPool:
         if needed <= room + sum(e.bytes for e in busy):
             names = ", ".join(e.name for e in busy)
             raise ModelsBusyError(f"{name} has to wait for memory: {names} is at work; try again in a moment")
-        raise WontFitError(_wont_fit(name, needed, budget, [e for e in loaded if e.pinned]))
+        raise _wont_fit(name, needed, budget, [e for e in loaded if e.pinned])
 
     def _take_due(self) -> list[Entry]:
         """Mark what has been idle for long enough, and what has to make room, as going."""
@@ -426,9 +426,8 @@ def _release_result(future: Future[Lease]) -> None:
         future.result().release()
 
 
-def _wont_fit(name: str, needed: int, budget: int, pinned: list[Entry]) -> str:
+def _wont_fit(name: str, needed: int, budget: int, pinned: list[Entry]) -> WontFitError:
+    from mlxinfer.engine.governor import wont_fit
+
     held = f", of which {', '.join(e.name for e in pinned)} (pinned) keeps a part" if pinned else ""
-    return (
-        f"{name} needs {needed / 2**30:.1f} GiB for its weights and this machine gives models {budget / 2**30:.1f} GiB"
-        f"{held}; `mlxinfer fit` shows what would fit"
-    )
+    return wont_fit(name, needed, budget, held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotations)
 from starlette.responses import Response  # noqa: TC002
 
+from mlxinfer.engine.governor import governor
 from mlxinfer.errors import ContextLengthError
 from mlxinfer.server.answer import CHAT, TEXT, Answer, respond, seeded
 from mlxinfer.server.body import read_json
@@ -132,7 +134,10 @@ async def health(request: Request) -> Response:
     models = {name: _health(state.models.llm(name), status) for name, status in state.models.status().items()}
     alive = all(model["status"] != "dead" for model in models.values())
     status = "shutting_down" if state.inflight.draining else "ok" if alive else "dead"
-    return json_response({"status": status, "models": models}, status=200 if status == "ok" else 503)
+    # Figures of this moment, in bytes.
+    memory = dataclasses.asdict(governor().figures())
+    body = {"status": status, "models": models, "memory": memory}
+    return json_response(body, status=200 if status == "ok" else 503)
 
 
 def _health(llm: LLM | None, status: ModelStatus) -> dict[str, object]:

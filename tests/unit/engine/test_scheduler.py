@@ -400,7 +400,7 @@ def test_when_memory_shrinks_the_latest_of_the_least_urgent_loses_its_place_and_
     state.update(step, [7, 8, 9])
     state.kv_limit = 120
     step = schedule(state)
-    assert [(r.request_id, r.keep, r.final) for r in step.release] == [("b", True, False)]
+    assert [(r.request_id, r.final) for r in step.release] == [("b", False)]
     assert {r.request_id for r in step.decode} == {"a", "vip"}
     state.kv_limit = 1000
     step = schedule(state)
