@@ -190,6 +190,11 @@ class DiskTier:
                 self.counters.refused += 1
                 return False
             write_file(path, arrays, head_bytes, head_of)
+        except IsADirectoryError:
+            # Somebody's folder has the name of this one entry; the others can be written.
+            self.counters.write_errors += 1
+            log.warning("%s is a folder; the entry of that name isn't kept", path)
+            return False
         except OSError as error:
             self._pause(error)
             return False

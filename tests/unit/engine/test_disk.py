@@ -323,3 +323,17 @@ def test_a_folder_that_cannot_be_made_ends_no_request(tmp_path):
     t = tier(tmp_path)
     assert not put(t, (1, 2))
     assert t.counters.write_errors == 1
+
+
+def test_a_folder_with_the_name_of_an_entry_costs_that_entry_only(tmp_path, caplog):
+    t = tier(tmp_path)
+    assert put(t, [1, 2, 3])
+    (name,) = files(tmp_path)
+    name.unlink()
+    name.mkdir()
+    again = tier(tmp_path)
+    assert not put(again, [1, 2, 3])
+    assert "is a folder" in caplog.text
+    assert put(again, [7, 8, 9]), "the others are written at once"
+    assert check(again, [7, 8, 9], seed=0)
+    assert not list(tmp_path.rglob("*.tmp"))
