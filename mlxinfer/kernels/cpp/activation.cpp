@@ -1,0 +1,7 @@
+#include "bindings.h"
+
+namespace kernels {
+
+void bind_activation(nb::module_&) {}
+
+}  // namespace kernels

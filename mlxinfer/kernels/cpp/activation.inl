@@ -1,0 +1,5 @@
+namespace ISA {
+
+static constexpr kernels::ActivationTable activation_table = {};
+
+}  // namespace ISA

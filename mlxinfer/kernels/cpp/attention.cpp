@@ -1,0 +1,7 @@
+#include "bindings.h"
+
+namespace kernels {
+
+void bind_attention(nb::module_&) {}
+
+}  // namespace kernels

@@ -1,0 +1,5 @@
+namespace ISA {
+
+static constexpr kernels::AttentionTable attention_table = {};
+
+}  // namespace ISA

@@ -1,0 +1,5 @@
+namespace ISA {
+
+static constexpr kernels::ProductTable product_table = {};
+
+}  // namespace ISA

@@ -1,0 +1,5 @@
+namespace ISA {
+
+static constexpr kernels::RopeTable rope_table = {};
+
+}  // namespace ISA

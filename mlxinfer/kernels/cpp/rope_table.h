@@ -1,0 +1,9 @@
+#pragma once
+
+#include "types.h"
+
+namespace kernels {
+
+struct RopeTable {};
+
+}  // namespace kernels
