@@ -43,22 +43,27 @@ class SeqKV:
     def _add(self, new: list[mx.array]) -> None:
         """Write L tokens at the end of each buffer."""
         length = new[0].shape[2]
-        held = self.end - self.start
-        if self.keys is None or held + length > self.keys.shape[2]:
-            held = self._grow(new)
+        held = self.reserve(length, new)
         for buffer, part in zip(self.buffers(), new, strict=True):
             buffer[..., held : held + length, :] = part
         self.end += length
 
-    def _grow(self, new: list[mx.array]) -> int:
+    def reserve(self, length: int, like: list[mx.array]) -> int:
+        """Make room for `length` more tokens with the heads, dims and dtypes of `like`, one [_, heads, _, dim] for each
+        buffer; returns how many tokens the buffers hold before them."""
+        held = self.end - self.start
+        if self.keys is None or held + length > self.keys.shape[2]:
+            held = self._grow(length, like)
+        return held
+
+    def _grow(self, length: int, like: list[mx.array]) -> int:
         """Move what must be kept into larger buffers; returns how many tokens that is."""
         held = self.end - self.start
         keep = held if self.window is None else min(held, self.window - 1 + SLACK)
         # A window moves its tokens each time the buffer is full: room for STEP more keeps that rare.
         spare = 0 if self.window is None else STEP - 1
-        wanted = keep + new[0].shape[2] + spare
-        capacity = -(-max(wanted, 0 if self.window else self.expected) // STEP) * STEP
-        room = [mx.zeros((1, part.shape[1], capacity - keep, part.shape[3]), part.dtype) for part in new]
+        capacity = -(-max(keep + length + spare, 0 if self.window else self.expected) // STEP) * STEP
+        room = [mx.zeros((1, part.shape[1], capacity - keep, part.shape[3]), part.dtype) for part in like]
         if keep:
             kept = [buffer[..., held - keep : held, :] for buffer in self.buffers()]
             room = [mx.concatenate(list(pair), axis=2) for pair in zip(kept, room, strict=True)]

@@ -7,20 +7,19 @@ MLX thread, in short pieces, so that the streams of other models go on.
 from __future__ import annotations
 
 import contextlib
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlxinfer import runtime, upstream
+from mlxinfer.engine.dtypes import apply_dtype_policy, bytes_in_memory, is_quantized, parameters, weight_bytes
 from mlxinfer.engine.governor import governor, wont_fit
 from mlxinfer.errors import ModelFileError
 from mlxinfer.formats.files import read_json_object
 from mlxinfer.formats.gguf import plan_gguf, read_weights
-from mlxinfer.formats.safetensors import TensorInfo, check_dtypes, check_safetensors, shard_files
+from mlxinfer.formats.safetensors import check_dtypes, check_safetensors, shard_files
 from mlxinfer.tokenizer import Tokenizer
 from mlxinfer.types import SamplingParams
 
@@ -32,8 +31,6 @@ T = TypeVar("T")
 
 PIECE_BYTES = 16 << 20
 """Weights computed at a time while a model loads: some 5 to 50 ms, from disk or on a CPU."""
-DEQUANTIZE_SHARE = 0.5
-"""On a CPU a quantized model is dequantized at load when the result takes at most this share of the memory budget."""
 
 
 @dataclass(slots=True)
@@ -101,8 +98,8 @@ def build(prepared: Prepared) -> Generator[None, None, LoadedModel]:
     model, config = yield from prepared.pieces()
     yield
     quantization = describe_quantization(config)
-    dtype_name = _apply_dtype_policy(model, prepared.dtype)
-    if quantization != "none" and not _is_quantized(model):
+    dtype_name = apply_dtype_policy(model, prepared.dtype)
+    if quantization != "none" and not is_quantized(model):
         quantization += ", dequantized in memory"
     yield
     yield from _evaluate(model)
@@ -178,7 +175,7 @@ def _prepare_folder(folder: Path, dtype: str) -> Prepared:
     tensors = {name: info for shard in shards for name, info in check_safetensors(shard).items()}
     check_dtypes(tensors, str(folder))
     check_layers(folder, config, len(tensors))
-    needed = _bytes_in_memory(tensors, dtype)
+    needed = bytes_in_memory(tensors, dtype)
     check_memory(folder.name, needed)
 
     def pieces() -> Generator[None, None, tuple[nn.Module, dict[str, Any]]]:
@@ -198,61 +195,12 @@ def check_layers(folder: Path, config: Mapping[str, Any], num_tensors: int) -> N
                 raise ModelFileError(f"{folder}/config.json: {key} is {count:.6g}, but there are {num_tensors} tensors")
 
 
-def _bytes_in_memory(tensors: Mapping[str, TensorInfo], dtype: str) -> int:
-    """What the weights will take: floats in the compute dtype, packed ones as stored."""
-    size = runtime.compute_dtype(dtype, mx.bfloat16).size
-    floating = ("F64", "F32", "F16", "BF16")
-    return sum(math.prod(t.shape) * size if t.dtype in floating else t.nbytes for t in tensors.values())
-
-
 def check_memory(name: str, needed: int) -> None:
     """Raise WontFitError when `needed` bytes of weights don't fit beside what this process holds already."""
     budget, held = governor().whole, governor().held_bytes()
     if needed > budget - held:
         beside = f", of which {held / 2**20:,.0f} MiB are in use by loaded models" if held > 2**20 else ""
         raise wont_fit(name, needed, budget, beside)
-
-
-def _is_quantized(model: nn.Module) -> bool:
-    return any(isinstance(m, nn.QuantizedLinear | nn.QuantizedEmbedding) for m in model.modules())
-
-
-def _apply_dtype_policy(model: nn.Module, setting: str) -> str:
-    """Cast the floating-point weights to one dtype: a stray float32 norm would promote everything.
-
-    Weights that mlx-lm's model keeps out of casts (`cast_predicate`: router biases, decay rates) stay as they are.
-    """
-    counts: dict[mx.Dtype, int] = {}
-    for weight in parameters(model):
-        if mx.issubdtype(weight.dtype, mx.floating):
-            counts[weight.dtype] = counts.get(weight.dtype, 0) + weight.size
-    own = max(counts, key=lambda d: counts[d], default=mx.float32)
-    target = runtime.compute_dtype(setting, own)
-    may_cast: Any = getattr(model, "cast_predicate", lambda _path: True)
-
-    def cast(path: str, weight: mx.array) -> mx.array:
-        kept = target != mx.float32 and not may_cast(path)
-        return weight if kept or not mx.issubdtype(weight.dtype, mx.floating) else weight.astype(target)
-
-    if any(d != target for d in counts):
-        model.update(tree_map_with_path(cast, model.parameters()))
-    if runtime.on_cpu() and _is_quantized(model):
-        # mlx's CPU kernels for packed weights are far slower than a float32 product.
-        plain = upstream.num_parameters(model) * target.size
-        if plain <= governor().whole * DEQUANTIZE_SHARE - governor().held_bytes():
-            upstream.dequantize(model)
-    return str(target).removeprefix("mlx.core.")
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters."""
-    return sum(w.nbytes for w in parameters(model))
-
-
-def parameters(model: nn.Module) -> list[mx.array]:
-    """Every weight of a model."""
-    flat: Any = tree_flatten(model.parameters())
-    return [weight for _, weight in flat]
 
 
 def describe_quantization(config: Mapping[str, Any]) -> str:

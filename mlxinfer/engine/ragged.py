@@ -11,11 +11,11 @@ are read once for the chunk and for every row that decodes. `lengths` says how m
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlxinfer.engine.attend import append_and_attend, attend, by_sequence, one_kernel_serves
 from mlxinfer.engine.kv import SeqKV, Sequence, UnbatchableError
 from mlxinfer.engine.quantized import QuantizedKV
 from mlxinfer.upstream import ArraysCache, CacheList, create_causal_mask, install_attention, mlx_lm_attention
@@ -23,7 +23,7 @@ from mlxinfer.upstream import ArraysCache, CacheList, create_causal_mask, instal
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    Lengths = list[int] | None
+    from mlxinfer.engine.attend import Lengths
 
 
 class RowWindow:
@@ -75,6 +75,8 @@ class RaggedKV:
         """Position of the next token: an int for one row, [B] for several."""
         self._after: int | mx.array = 0
         self._latest: tuple[mx.array, mx.array] | None = None
+        self._waiting: tuple[mx.array, mx.array] | None = None
+        """New keys and values that the attention kernel will append in the same go."""
         self.poison: int | None = None
         """For the probe: give handles of NaN, longer than the step by this many positions."""
 
@@ -87,9 +89,10 @@ class RaggedKV:
         """Start a step: the positions before and after it, shared by all layers."""
         self.offset = before
         self._after = after
-        if len(self.rows) == 1 and self.lengths is None and isinstance(self.rows[0], QuantizedKV):
-            # A single token over packed keys goes by handle, like a row of a batch; a chunk gets them unpacked.
-            self.single = after - before > 1  # pyright: ignore[reportAttributeAccessIssue]
+        if len(self.rows) == 1 and self.lengths is None:
+            # A single token goes by handle, like a row of a batch, where its keys are packed or one kernel does it all.
+            by_handle = isinstance(self.rows[0], QuantizedKV) or one_kernel_serves(self.rows)
+            self.single = not by_handle or after - before > 1  # pyright: ignore[reportAttributeAccessIssue]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
         """The mask of a step of N tokens per row, asked for before the keys are appended."""
@@ -115,14 +118,35 @@ class RaggedKV:
             self.rows[0].append(keys, values)
             self._latest = self.rows[0].view(keys.shape[2])
             return self._latest
-        parts = _by_sequence(keys, self.rows, self.lengths), _by_sequence(values, self.rows, self.lengths)
-        for row, k, v in zip(self.rows, *parts, strict=True):
-            row.append(k, v)
+        if keys.shape[2] == 1 and keys.dtype == mx.float32 and one_kernel_serves(self.rows):
+            self._waiting = (keys, values)
+        else:
+            self._append(keys, values)
         if self.poison is not None:
             keys, values = (_poisoned(x, self.poison) for x in (keys, values))
         self.handles.give(keys, values, self)
         self._latest = (keys, values)
         return self._latest
+
+    def _append(self, keys: mx.array, values: mx.array) -> None:
+        parts = by_sequence(keys, self.rows, self.lengths), by_sequence(values, self.rows, self.lengths)
+        for row, k, v in zip(self.rows, *parts, strict=True):
+            row.append(k, v)
+
+    def attend(self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None) -> mx.array:
+        """Attention of a step by handle, [R, heads, L, head_dim] → [R, heads, L, value_dim]."""
+        new, self._waiting = self._waiting, None
+        if new is not None:
+            return append_and_attend(
+                queries, *new, self.rows, scale=scale, window=window, sinks=sinks, lengths=self.lengths
+            )
+        return attend(queries, self.rows, scale=scale, window=window, sinks=sinks, lengths=self.lengths)
+
+    def settle(self) -> None:
+        """Append what no attention came for."""
+        new, self._waiting = self._waiting, None
+        if new is not None:
+            self._append(*new)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last `update_and_fetch` of this step gave; layers that share this layer's keys ask here."""
@@ -198,49 +222,7 @@ class RaggedAttention:
             raise UnbatchableError(f"the model brings its own mask ({type(mask).__name__})")
         self.handles.consumed.add(id(keys))
         window = mask.window if mask else None
-        return attend(queries, source.rows, scale=scale, window=window, sinks=sinks, lengths=source.lengths)
-
-
-def _by_sequence(array: mx.array, rows: Seq[SeqKV], lengths: Lengths) -> list[mx.array]:
-    """[R, heads, L, dim] as one [1, heads, L', dim] per sequence; with `lengths`, L is 1 and L' the sequence's."""
-    if lengths is None:
-        return list(mx.split(array, len(rows)))
-    parts = mx.split(array, list(accumulate(lengths[:-1])))
-    return [part if part.shape[0] == 1 else mx.swapaxes(part, 0, 2) for part in parts]
-
-
-def attend(
-    queries: mx.array,
-    rows: Seq[SeqKV],
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    lengths: Lengths = None,
-) -> mx.array:
-    """Queries [B, heads, L, head_dim], row b over the keys of rows[b] → [B, heads, L, value_dim].
-
-    With `lengths`, L is 1 and sequence i has the next lengths[i] rows of the batch.
-    """
-    out: list[mx.array] = []
-    for query, row in zip(_by_sequence(queries, rows, lengths), rows, strict=True):
-        length = query.shape[2]
-        if length == 1 and isinstance(row, QuantizedKV):
-            out.append(row.attend(query, scale=scale, window=window, sinks=sinks))
-            continue
-        keys, values = row.view(length)
-        if window is not None:
-            seen = min(keys.shape[2], window - 1 + length)
-            keys, values = keys[..., -seen:, :], values[..., -seen:, :]
-        limit = window or row.window
-        mask: Any = None
-        if length > 1:
-            before = keys.shape[2] - length
-            windowed = limit is not None and keys.shape[2] > limit
-            mask = create_causal_mask(length, before, window_size=limit) if windowed else "causal"
-        one = mx.fast.scaled_dot_product_attention(query, keys, values, scale=scale, mask=mask, sinks=sinks)
-        out.append(one if lengths is None or length == 1 else mx.swapaxes(one, 0, 2))
-    return mx.concatenate(out, axis=0) if len(out) > 1 else out[0]
+        return source.attend(queries, scale, window, sinks)
 
 
 class Batch:
@@ -294,6 +276,8 @@ class Batch:
 
     def end(self) -> None:
         """Drop the step's handles."""
+        for kv in self._kv:
+            kv.settle()
         self.attention.handles.clear()
 
     def release(self) -> None:

@@ -3,8 +3,9 @@
 import mlx.core as mx
 import pytest
 
+from mlxinfer.engine.attend import attend
 from mlxinfer.engine.kv import SLACK, STEP, SeqKV, UnbatchableError, sequence_like
-from mlxinfer.engine.ragged import Handles, RaggedAttention, RaggedKV, RowWindow, attend, stack_states
+from mlxinfer.engine.ragged import Handles, RaggedAttention, RaggedKV, RowWindow, stack_states
 from mlxinfer.upstream import ArraysCache, CacheList, KVCache, RotatingKVCache, create_causal_mask
 
 

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 import mlxinfer
 from mlxinfer import ModelFileError, UnsupportedModelError, WontFitError, runtime
-from mlxinfer.engine import loading
+from mlxinfer.engine import dtypes, loading
 from mlxinfer.engine.worker import SlicedJob, mlx_thread
 from mlxinfer.errors import MlxinferError
 from tests import tiny
@@ -34,7 +34,7 @@ def test_a_stray_half_precision_weight_is_cast_so_that_everything_has_one_dtype(
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(mx.float16)
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     loaded = load(folder)
-    assert {w.dtype for w in loading.parameters(loaded.model)} == {mx.float32}
+    assert {w.dtype for w in dtypes.parameters(loaded.model)} == {mx.float32}
     assert loaded.dtype == "float32"
 
 
@@ -50,7 +50,7 @@ def test_weights_that_mlx_lm_keeps_out_of_casts_stay_float32():
             return lambda path: "e_score_correction_bias" not in path
 
     model = Model()
-    assert loading._apply_dtype_policy(model, "bfloat16") == "bfloat16"
+    assert dtypes.apply_dtype_policy(model, "bfloat16") == "bfloat16"
     assert model.weight.dtype == mx.bfloat16
     assert model.e_score_correction_bias.dtype == mx.float32
 
@@ -215,12 +215,12 @@ def test_weights_are_computed_in_pieces_of_bounded_size(tmp_path, monkeypatch, p
     whole = load(folder)
     monkeypatch.setattr(loading, "PIECE_BYTES", 50_000)
     held, loaded = pieces_of(folder)
-    largest = max(w.nbytes for w in loading.parameters(loaded.model))
+    largest = max(w.nbytes for w in dtypes.parameters(loaded.model))
     steps = [after - before for before, after in itertools.pairwise(held)]
     assert max(steps) <= 50_000 + largest, "never more than a piece and the parameter that fills it"
     assert held[-1] >= loaded.weight_bytes - 50_000 - largest, "all but the last piece was computed by then"
     assert len(held) >= loaded.weight_bytes // (50_000 + largest)
-    for a, b in zip(loading.parameters(loaded.model), loading.parameters(whole.model), strict=True):
+    for a, b in zip(dtypes.parameters(loaded.model), dtypes.parameters(whole.model), strict=True):
         assert mx.array_equal(a, b)
 
 

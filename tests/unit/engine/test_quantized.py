@@ -6,11 +6,12 @@ import mlx.core as mx
 import pytest
 
 import mlxinfer
+from mlxinfer.engine.attend import attend
 from mlxinfer.engine.engine import Engine, Event, Request
 from mlxinfer.engine.kv import SLACK, STEP, SeqKV, Sequence, kv_cost
 from mlxinfer.engine.prefix_store import PrefixStore
 from mlxinfer.engine.quantized import Packing, QuantizedKV, rotated
-from mlxinfer.engine.ragged import Handles, RaggedAttention, RaggedKV, attend
+from mlxinfer.engine.ragged import Handles, RaggedAttention, RaggedKV
 from mlxinfer.engine.runner import RowSpec, Runner
 from mlxinfer.engine.sampling import RowSampling
 from mlxinfer.engine.worker import mlx_thread
