@@ -86,9 +86,7 @@ def append_and_attend(
     held = [row.reserve(count, [keys, values]) for row, count in zip(rows, counts, strict=True)]
     buffers = [tuple(row.buffers()) for row in rows]
     limit = window if window is not None else rows[0].window
-    out, written = kernel(
-        queries, keys, values, buffers, held, counts, scale=scale, window=limit, sinks=sinks
-    )
+    out, written = kernel(queries, keys, values, buffers, held, counts, scale=scale, window=limit, sinks=sinks)
     for row, count, pair in zip(rows, counts, written, strict=True):
         row.keys, row.values = pair
         row.end += count

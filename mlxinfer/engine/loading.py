@@ -14,7 +14,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxinfer import runtime, upstream
-from mlxinfer.engine.dtypes import apply_dtype_policy, bytes_in_memory, is_quantized, parameters, weight_bytes
+from mlxinfer.engine.dtypes import (
+    apply_dtype_policy,
+    as_stored,
+    bytes_in_memory,
+    is_quantized,
+    parameters,
+    weight_bytes,
+)
 from mlxinfer.engine.governor import governor, wont_fit
 from mlxinfer.errors import ModelFileError
 from mlxinfer.formats.files import read_json_object
@@ -157,7 +164,7 @@ def _prepare_gguf(path: Path, dtype: str) -> Prepared:
     upstream.model_classes(plan.config)
 
     def pieces() -> Generator[None, None, tuple[nn.Module, dict[str, Any]]]:
-        weights, config = yield from read_weights(plan, dtype=wanted)
+        weights, config = yield from read_weights(plan, dtype=wanted, narrow=wanted == mx.float32 and as_stored())
         return upstream.build_model(config, weights), config
 
     return Prepared(plan.config, tokenizer, sampling_defaults(vocabulary.generation_config), dtype, pieces, needed)

@@ -70,6 +70,22 @@ def read_in_slices(tensor: GGUFTensor, dtype: mx.Dtype) -> Generator[None, None,
     return _joined(floats).reshape(tensor.shape)
 
 
+def narrowed(value: Packed | mx.array) -> Packed | mx.array:
+    """A matrix, or the scales and biases of a packed one, in half precision where that loses nothing."""
+    if isinstance(value, Packed):
+        scales, biases = _in_half([value.scales, value.biases])
+        return Packed(value.weight, scales, biases, value.bits)
+    return _in_half([value])[0] if value.ndim == 2 else value
+
+
+def _in_half(arrays: list[mx.array]) -> list[mx.array]:
+    for dtype in (mx.float16, mx.bfloat16):
+        half = [a.astype(dtype) for a in arrays]
+        if all(mx.array_equal(h.astype(a.dtype), a).item() for h, a in zip(half, arrays, strict=True)):
+            return half
+    return arrays
+
+
 def _joined(pieces: list[mx.array]) -> mx.array:
     whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
     mx.eval(whole)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlxinfer.formats.gguf.architectures import architecture_of, model_config, parameter_names
-from mlxinfer.formats.gguf.blocks import GROUP_SIZE, Packed, read_in_slices
+from mlxinfer.formats.gguf.blocks import GROUP_SIZE, Packed, narrowed, read_in_slices
 from mlxinfer.formats.gguf.reader import GGUFFile, read_gguf
 from mlxinfer.formats.gguf.vocab import read_vocabulary
 
@@ -95,13 +95,14 @@ def load_gguf(path: Path, *, dtype: mx.Dtype | None) -> GGUFModel:
 
 
 def read_weights(
-    plan: GGUFPlan, *, dtype: mx.Dtype | None
+    plan: GGUFPlan, *, dtype: mx.Dtype | None, narrow: bool = False
 ) -> Generator[None, None, tuple[dict[str, mx.array], dict[str, Any]]]:
     """Read the tensors; yields after each and, of a large one, after each slice → (weights, config) of GGUFModel.
 
+    With `narrow`, matrices and scales that half precision holds exactly come in it, whatever `dtype` is.
     Raises ModelFileError or UnsupportedModelError.
     """
-    weights, bits = yield from _read_weights(plan, dtype or file_dtype(plan.file))
+    weights, bits = yield from _read_weights(plan, dtype or file_dtype(plan.file), narrow)
     return weights, plan.config | ({"quantization": _quantization(bits)} if bits else {})
 
 
@@ -111,7 +112,9 @@ def file_dtype(file: GGUFFile) -> mx.Dtype:
     return mx.bfloat16 if kinds["BF16"] or file.architecture.startswith("gemma") else mx.float16
 
 
-def _read_weights(plan: GGUFPlan, dtype: mx.Dtype) -> Generator[None, None, tuple[dict[str, mx.array], dict[str, int]]]:
+def _read_weights(
+    plan: GGUFPlan, dtype: mx.Dtype, narrow: bool
+) -> Generator[None, None, tuple[dict[str, mx.array], dict[str, int]]]:
     """(weights, bits of each packed layer by its path)."""
     architecture, config = plan.architecture, plan.config
     weights: dict[str, mx.array] = {}
@@ -126,6 +129,7 @@ def _read_weights(plan: GGUFPlan, dtype: mx.Dtype) -> Generator[None, None, tupl
             value = (value - 1.0).astype(dtype)
         else:
             value = yield from read_in_slices(tensor, dtype)
+            value = narrowed(value) if narrow else value
         parts = {"weight": value} if isinstance(value, mx.array) else _parts(value)
         if architecture.interleaved and stem in heads:
             parts = {part: halves_apart(array, heads[stem]) for part, array in parts.items()}

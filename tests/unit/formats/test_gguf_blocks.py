@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 
 from mlxinfer.errors import ModelFileError, UnsupportedModelError
 from mlxinfer.formats.gguf import GGUFTensor, blocks
-from mlxinfer.formats.gguf.blocks import PACKED, Packed, read_tensor
+from mlxinfer.formats.gguf.blocks import PACKED, Packed, narrowed, read_tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,3 +130,16 @@ def test_a_file_that_shrinks_after_its_check_is_an_error(tmp_path: Path) -> None
     tensor.path.write_bytes(tensor.path.read_bytes()[:-1])
     with pytest.raises(ModelFileError, match="tensor w has"):
         read_tensor(tensor, mx.float32)
+
+
+def test_what_half_precision_holds_exactly_can_come_in_half_precision(tmp_path):
+    q4 = read_tensor(random_tensor(tmp_path, Kind.Q4_1, (4, 64)), mx.float32)
+    half = narrowed(q4)
+    assert isinstance(q4, Packed)
+    assert isinstance(half, Packed)
+    assert half.scales.dtype == half.biases.dtype == mx.float16
+    assert mx.array_equal(half.scales.astype(mx.float32), q4.scales)
+    thirds = mx.full((2, 2), 1 / 3)
+    assert narrowed(thirds) is thirds
+    assert narrowed(mx.full((2, 2), 2.0**100)).dtype == mx.bfloat16
+    assert narrowed(mx.ones((4,))).dtype == mx.float32
