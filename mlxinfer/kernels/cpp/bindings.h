@@ -18,4 +18,6 @@ void bind_rope(nb::module_& m);
 void bind_activation(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_product(nb::module_& m);
+void bind_softmax(nb::module_& m);
+void bind_probe(nb::module_& m);
 }

@@ -6,6 +6,8 @@
 #include "activation.inl"
 #include "attention.inl"
 #include "product.inl"
+#include "softmax.inl"
+#include "probe.inl"
 
 namespace kernels {
 
@@ -18,6 +20,8 @@ const Table KERNELS_TABLE = {
     ISA::activation_table,
     ISA::attention_table,
     ISA::product_table,
+    ISA::softmax_table,
+    ISA::probe_table,
 };
 
 }  // namespace kernels

@@ -11,4 +11,6 @@ NB_MODULE(_kernels, m) {
   kernels::bind_activation(m);
   kernels::bind_attention(m);
   kernels::bind_product(m);
+  kernels::bind_softmax(m);
+  kernels::bind_probe(m);
 }

@@ -1,4 +1,7 @@
+#include <stdexcept>
+
 #include "bindings.h"
+#include "view.h"
 
 namespace kernels {
 
@@ -10,18 +13,26 @@ static mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& we
   if (weight) inputs.push_back(*weight);
   auto stream = cpu_stream(s);
   auto type = type_of(x.dtype());
-  const bool fits = x.ndim() > 0 && x.size() > 0 &&
-                    (!weight || (weight->ndim() == 1 && weight->shape(0) == x.shape(-1) && weight->dtype() == x.dtype()));
+  const bool fits =
+      x.ndim() > 0 && x.size() > 0 &&
+      (!weight || (weight->ndim() == 1 && weight->shape(0) == x.shape(-1) && weight->dtype() == x.dtype()));
   if (!stream || !type || !fits) return plain(inputs)[0];
-  for (auto& a : inputs) a = rows_in_order(a, *stream);
   auto run = [eps, type = *type](const Arrays& in, Arrays& out) {
-    const int64_t dim = in[0].shape(-1);
-    NormArgs args{in[0].data<void>(), in.size() > 1 ? in[1].data<void>() : nullptr, out[0].data<void>(), dim, eps, type};
-    const int64_t rows = in[0].size() / dim;
-    // A piece is worth waking another thread for from some ten thousand elements on.
-    parallel_for(rows, 1 + 16384 / dim, [&](int64_t begin, int64_t end) { table().norm.rms_norm(args, begin, end); });
+    const int64_t dim = in[0].shape(-1), rows = in[0].size() / dim;
+    const RowView x(in[0]);
+    std::optional<RowView> weight;
+    if (in.size() > 1) weight.emplace(in[1]);
+    NormArgs args{x.rows(), weight ? weight->rows().data : nullptr, out[0].data<void>(), dim, eps, type};
+    // 5 us of work
+    parallel_for(rows, 1 + 32768 / dim, [&](int64_t begin, int64_t end) { table().norm.rms_norm(args, begin, end); });
   };
-  return make(*stream, x.shape(), x.dtype(), {"RMSNormCPU", plain, run, {eps}, {}, true}, inputs);
+  auto allocate = [](const Arrays& in, Arrays& out) {
+    // a compiled call for any shape can change after `fits`
+    if (in.size() > 1 && in[1].size() != static_cast<size_t>(in[0].shape(-1)))
+      throw std::invalid_argument("[rms_norm] The weight no longer fits the call that was compiled.");
+    take_over_first(in, out);
+  };
+  return make(*stream, x.shape(), x.dtype(), {"RMSNormCPU", plain, run, {eps}, allocate, true}, inputs);
 }
 
 void bind_norm(nb::module_& m) {

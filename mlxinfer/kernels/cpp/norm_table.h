@@ -1,12 +1,12 @@
 #pragma once
 
-#include "types.h"
+#include "rows.h"
 
 namespace kernels {
 
-// y[i] = x[i] / sqrt(mean(x[i]^2) + eps) * weight, for rows of `dim` elements; weight may be null.
+// y[i] = x[i] / sqrt(mean(x[i]^2) + eps) * weight, for rows of `dim` elements; weight may be null, y may be x.
 struct NormArgs {
-  const void* x;
+  Rows x;
   const void* weight;
   void* y;
   int64_t dim;

@@ -1,4 +1,5 @@
-// Vectors of the instruction set this file is compiled for: 16 floats with AVX-512, 8 with AVX2, 4 with NEON or plain C++.
+// Vectors of the instruction set this file is compiled for: 16 floats with AVX-512, 8 with AVX2, 4 with NEON or in
+// plain C++.
 //
 // Included only by isa.cpp, which is compiled once per instruction set, each time in a namespace of its own (ISA).
 // Nothing under isa.cpp may use a container or another template of the standard library: the linker keeps one copy of
@@ -32,6 +33,8 @@ typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef float vf_any __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(W * 4), aligned(1), may_alias));
+typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef uint16_t vh_any __attribute__((vector_size(W * 2), aligned(2), may_alias));
 
 static inline vf splat(float x) { return x - vf{}; }
 static inline vu splat_u(uint32_t x) { return x - vu{}; }
@@ -40,11 +43,30 @@ static inline void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
 static inline vu load_u(const void* p) { return *reinterpret_cast<const vu_any*>(p); }
 static inline vf as_float(vu x) { return reinterpret_cast<vf>(x); }
 static inline vu as_bits(vf x) { return reinterpret_cast<vu>(x); }
+static inline vi as_signed(vu x) { return reinterpret_cast<vi>(x); }
 static inline vf to_float(vu x) { return __builtin_convertvector(reinterpret_cast<vi>(x), vf); }
-static inline vf select(vi yes, vf a, vf b) {
-  return reinterpret_cast<vf>((reinterpret_cast<vi>(a) & yes) | (reinterpret_cast<vi>(b) & ~yes));
+static inline vf select(vi yes, vf a, vf b) { return yes ? a : b; }
+static inline vu select(vi yes, vu a, vu b) { return yes ? a : b; }
+// The larger; b where either is NaN. With what was found so far as b, NaNs in a are passed over.
+static inline vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return select(a > b, a, b);
+#endif
 }
-static inline vf vmax(vf a, vf b) { return select(a > b, a, b); }
+// The smaller; b where either is NaN.
+static inline vf vmin(vf a, vf b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#else
+  return select(a < b, a, b);
+#endif
+}
 
 // a * b + c. The compiler contracts it where the instruction set can.
 static inline vf fma(vf a, vf b, vf c) {
@@ -68,6 +90,7 @@ static inline float sum(vf x) {
   return lanes[0];
 }
 
+// The largest lane. NaNs may be passed over or come out: look for them elsewhere.
 static inline float max_of(vf x) {
   float lanes[W];
   store(lanes, x);
@@ -79,9 +102,8 @@ static inline float max_of(vf x) {
 // e^x to 2 ulp. -inf gives 0, +inf and what overflows inf, NaN NaN; results below 2^-126 are 0.
 static inline vf vexp(vf x) {
   const vf low = splat(-87.33654f), high = splat(88.72283f);
-  vi over = x > high, under = x < low;
-  vf c = select(under, low, select(over, high, x));
-  // n = round(c / ln 2), by the rounding of an addition at 1.5 * 2^23
+  vf c = vmin(vmax(x, low), high);  // NaN becomes low
+  // n = round(c / ln 2), by the rounding of an addition at 1.5 * 2^23, which leaves n in the last bits of `shifted`
   const vf magic = splat(12582912.0f);
   vf shifted = fma(c, splat(1.44269504f), magic);
   vf n = shifted - magic;
@@ -94,13 +116,10 @@ static inline vf vexp(vf x) {
   p = fma(p, r, splat(1.66666657e-1f));
   p = fma(p, r, splat(0.5f));
   p = fma(p, r * r, r + 1.0f);
-  // 2^n in two steps, since n can be 128
-  vi e = __builtin_convertvector(n, vi);
-  vi half = e >> 1;
-  vf a = as_float(reinterpret_cast<vu>((half + 127) << 23));
-  vf b = as_float(reinterpret_cast<vu>((e - half + 127) << 23));
-  vf y = p * a * b;
-  y = select(over, splat(__builtin_inff()), select(under, splat(0.0f), y));
+  // p * 2^n by way of the exponent: between low and high it stays that of a normal number
+  vf y = as_float(as_bits(p) + (as_bits(shifted) << 23));
+  y = select(x > high, splat(__builtin_inff()), y);
+  y = select(x < low, vf{}, y);
   return select(x == x, y, x);
 }
 
@@ -162,28 +181,27 @@ static inline void from_scalar(float x, half_t* out) {
   }
 }
 
+static inline vu load_wide(const void* p) {
+  return __builtin_convertvector(vh(*static_cast<const vh_any*>(p)), vu);
+}
+static inline void store_narrow(void* p, vu x) { *static_cast<vh_any*>(p) = __builtin_convertvector(x, vh); }
+
+static inline vf load(const bfloat_t* p) { return as_float(load_wide(p) << 16); }
+static inline void store(bfloat_t* p, vf x) {
+  vu bits = as_bits(x);
+  store_narrow(p, select(x == x, bits + 0x7fff + (bits >> 16 & 1), bits | 0x400000) >> 16);
+}
 static inline vf load(const half_t* p) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__AVX2__)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__ARM_NEON) && !defined(KERNELS_PLAIN)
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
 #else
-  vf out;
-  for (int i = 0; i < W; i++) out[i] = to_scalar(p[i]);
-  return out;
-#endif
-}
-static inline vf load(const bfloat_t* p) {
-#if defined(__AVX512F__)
-  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-#elif defined(__AVX2__)
-  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-#else
-  vf out;
-  for (int i = 0; i < W; i++) out[i] = to_scalar(p[i]);
-  return out;
+  vu wide = load_wide(p), rest = wide & 0x7fff, sign = (wide & 0x8000) << 16;
+  vu finite = as_bits(as_float(rest << 13) * 0x1p112f);
+  return as_float(sign | select(as_signed(rest) >= 0x7c00, rest << 13 | 0x7f800000, finite));
 #endif
 }
 static inline void store(half_t* p, vf x) {
@@ -191,16 +209,30 @@ static inline void store(half_t* p, vf x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__AVX2__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__ARM_NEON) && !defined(KERNELS_PLAIN)
+  vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(x)));
 #else
-  for (int i = 0; i < W; i++) from_scalar(x[i], p + i);
+  vu bits = as_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+  // as from_scalar does it
+  vu small = as_bits(as_float(rest) + 0.5f) - 0x3f000000;
+  vu normal = (rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13;
+  vu out = select(as_signed(rest) < 0x38800000, small, normal);
+  out = select(as_signed(rest) >= 0x47800000, splat_u(0x7c00), out);
+  out = select(as_signed(rest) > 0x7f800000, splat_u(0x7e00), out);
+  store_narrow(p, sign | out);
 #endif
-}
-static inline void store(bfloat_t* p, vf x) {
-  for (int i = 0; i < W; i++) from_scalar(x[i], p + i);
 }
 
 // ---- parts of a vector: `count` < W elements, the other lanes are `rest` --------------------------------------
 
+#if defined(__AVX512F__)
+static inline vf load_part(const float* p, int count, float rest = 0) {
+  return _mm512_mask_loadu_ps(splat(rest), static_cast<__mmask16>((1u << count) - 1), p);
+}
+static inline void store_part(float* p, vf x, int count) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1), x);
+}
+#endif
 template <class T>
 static inline vf load_part(const T* p, int count, float rest = 0) {
   float lanes[W];

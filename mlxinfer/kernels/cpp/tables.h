@@ -6,8 +6,10 @@
 #include "activation_table.h"
 #include "attention_table.h"
 #include "norm_table.h"
+#include "probe_table.h"
 #include "product_table.h"
 #include "rope_table.h"
+#include "softmax_table.h"
 
 namespace kernels {
 
@@ -19,6 +21,8 @@ struct Table {
   ActivationTable activation;
   AttentionTable attention;
   ProductTable product;
+  SoftmaxTable softmax;
+  ProbeTable probe;
 };
 
 // The table for this processor, or for MLXINFER_KERNELS_ISA, where that names one the processor has.
