@@ -158,8 +158,13 @@ class Engine:
         for start in step.start:
             self._note_start(start, now)
         running = None if step.empty else _Running(self.runner.launch(step), load, now)
-        self._building = None
         before, self._pending = self._pending, running
+        if before is not None:
+            self._building = before.launched.step
+            before.launched.wait()
+        self._building = None
+        if running is not None:
+            running.launched.submit()
         if before is not None:
             self._read(before)
         if running is not None and running.launched.tokens is None:

@@ -46,20 +46,32 @@ class Row:
 
 @dataclass(slots=True)
 class Launched:
-    """A submitted step. `tokens` [rows] may still be computing; `marker` is ready when a prefill chunk is."""
+    """A step whose graph is built. `tokens` [rows] may still be computing; `marker` is ready when a prefill chunk is."""
 
     step: Step
     tokens: mx.array | None = None
     marker: mx.array | None = None
+    unsubmitted: list[list[mx.array]] = field(default_factory=list)
+    """What the step has to compute, in the order in which it is of use, until that is submitted."""
+
+    def submit(self) -> None:
+        """Let it compute."""
+        groups, self.unsubmitted = self.unsubmitted, []
+        for arrays in groups:
+            mx.async_eval(arrays)
+
+    def wait(self) -> None:
+        """Until it has been computed. A prompt's last chunk too: submitted whole, no cancel or arrival could come
+        between."""
+        self.submit()
+        ready = self.marker if self.tokens is None else self.tokens
+        if ready is not None:
+            mx.eval(ready)
 
     def read(self) -> list[int]:
         """Wait for the step; one token per decode row."""
-        if self.tokens is None:
-            # Without this wait a long prompt would be submitted whole, and a cancel or an arrival would come after it.
-            if self.marker is not None:
-                mx.eval(self.marker)
-            return []
-        return self.tokens.tolist()  # pyright: ignore[reportReturnType]
+        self.wait()
+        return [] if self.tokens is None else self.tokens.tolist()  # pyright: ignore[reportReturnType]
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Turns a Step into mlx work: prompt chunks, one token for each decoding row, one sampling call.
 
-`launch` builds and submits; it never waits. The tokens are read later, so the next step's graph is built while this
+`launch` builds a step's graph and never waits. The tokens are read later, so the next step's graph is built while this
 one computes. Runs on the MLX thread only.
 """
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxinfer import runtime
 from mlxinfer.engine.forwards import Forwards
 from mlxinfer.engine.ragged import stackable
 from mlxinfer.engine.rows import Decoding, Launched, Row, RowSpec, uniforms
@@ -37,6 +38,10 @@ class Runner(Forwards):
         self._rows: dict[str, Row] = {}
         self._decoding: Decoding | None = None
         self._steps = 0
+        self._unsubmitted: list[list[mx.array]] = []
+        self.submits_early = not runtime.on_cpu()
+        """A step is submitted while the one before computes. On a CPU mlx would then copy every buffer that both write
+        to: it holds a step's inputs until the step has run."""
 
     def admit(self, spec: RowSpec) -> None:
         """Take a request in; it holds no memory until it starts."""
@@ -44,7 +49,7 @@ class Runner(Forwards):
         self._rows[spec.request_id] = Row(spec, state, spec.prompt_token_ids)
 
     def launch(self, step: Step) -> Launched:
-        """Submit a step. Rows that it releases are gone afterwards."""
+        """Build a step's graph and submit it where `submits_early`. Rows that it releases are gone afterwards."""
         if step.release:
             self._settle()
             for release in step.release:
@@ -52,6 +57,7 @@ class Runner(Forwards):
         for start in step.start:
             self._start(start)
         marker = tokens = None
+        self._unsubmitted = []
         if self.fused and step.prefill and (step.decode or len(step.prefill) > 1):
             tokens, marker = self._mixed(step)
         else:
@@ -62,7 +68,10 @@ class Runner(Forwards):
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
-        return Launched(step, tokens, marker)
+        launched = Launched(step, tokens, marker, self._unsubmitted)
+        if self.submits_early:
+            launched.submit()
+        return launched
 
     def drop_all(self) -> None:
         """Drop every row's arrays; after a failed step nothing of them can be trusted. The requests stay known."""
@@ -129,7 +138,7 @@ class Runner(Forwards):
         return self._after_prefill([chunk])
 
     def _after_prefill(self, chunks: Seq[PrefillChunk]) -> mx.array:
-        """Submit the chunks' keys and states; returns what is ready when the last chunk is."""
+        """Have the chunks' keys and states computed; returns what is ready when the last chunk is."""
         arrays: list[mx.array] = []
         for chunk in chunks:
             row = self._rows[chunk.request_id]
@@ -138,7 +147,7 @@ class Runner(Forwards):
                 self.prefixes.checkpoint(row.held, row.spec.cache_key, row.tokens[: chunk.end])
         # Its own little buffer: holding the keys themselves would make their next update a copy.
         marker = mx.sum(arrays[-1][(slice(0, 1),) * arrays[-1].ndim])
-        mx.async_eval(arrays, marker)
+        self._unsubmitted.append([*arrays, marker])
         return marker
 
     def _mixed(self, step: Step) -> tuple[mx.array | None, mx.array]:
@@ -171,7 +180,7 @@ class Runner(Forwards):
         logits = self._forward_groups(sequences, lengths, mx.concatenate(parts)[:, None], keep)
         if d is not None:
             d.tokens = d.sampler(logits[:, -1, :], uniforms(d.rows, step.decode))
-            mx.async_eval(d.tokens)
+            self._unsubmitted.append([d.tokens])
         return (None if d is None else d.tokens), self._after_prefill(step.prefill)
 
     # -- decode ----------------------------------------------------------------------------------------------------
@@ -191,7 +200,7 @@ class Runner(Forwards):
                 d.batch = self._new_batch([row.held for row in d.rows])
             logits = self._forward(d.batch, inputs)
         d.tokens = d.sampler(logits[:, -1, :], uniforms(d.rows, decode))
-        mx.async_eval(d.tokens)
+        self._unsubmitted.append([d.tokens])
         return d.tokens
 
     def _must_decode_apart(self, rows: list[Row]) -> bool:
@@ -216,7 +225,7 @@ class Runner(Forwards):
         tokens = BatchSampler([row.state for row in rows])(logits, uniforms(rows, decode))
         for i, row in enumerate(rows):
             row.token = tokens[i : i + 1].astype(mx.uint32)
-        mx.async_eval(tokens)
+        self._unsubmitted.append([tokens])
         return tokens
 
     def _forward_rows(self, rows: list[Row], tokens: mx.array) -> mx.array:

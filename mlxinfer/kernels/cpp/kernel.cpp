@@ -89,6 +89,10 @@ std::optional<Type> type_of(mx::Dtype dtype) {
   return std::nullopt;
 }
 
-mx::array rows_in_order(const mx::array& a, mx::Stream stream) { return mx::contiguous(a, false, stream); }
+mx::array rows_in_order(const mx::array& a, mx::Stream stream) {
+  // Weights are there already: no need to put an operation before every call.
+  if (a.is_available() && a.data_shared_ptr() && a.flags().row_contiguous) return a;
+  return mx::contiguous(a, false, stream);
+}
 
 }  // namespace kernels

@@ -1,0 +1,88 @@
+// The inner product: every element of y is the sum of the lanes of one accumulator, which runs over the depth from
+// front to back. All paths keep to this, so an element has the same bits whatever is computed beside it.
+namespace ISA {
+
+constexpr int NR = 4;  // columns side by side
+// Rows side by side: as many as leave their accumulators, the columns' weights and one x in registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int MR = 6;
+#else
+constexpr int MR = 3;
+#endif
+
+// out[i] = the sum of the lanes of x[i]: halves onto each other, four vectors at a time.
+static inline void sum_lanes(const vf* x, float* out) {
+#if defined(__AVX2__)
+  __m128 quarter[NR];
+  for (int i = 0; i < NR; i++) {
+#if defined(__AVX512F__)
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x[i]), _mm512_extractf32x8_ps(x[i], 1));
+#else
+    __m256 half = x[i];
+#endif
+    quarter[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
+  __m128 ab = _mm_add_ps(_mm_movelh_ps(quarter[0], quarter[1]), _mm_movehl_ps(quarter[1], quarter[0]));
+  __m128 cd = _mm_add_ps(_mm_movelh_ps(quarter[2], quarter[3]), _mm_movehl_ps(quarter[3], quarter[2]));
+  _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd)));
+#elif defined(__ARM_NEON) && defined(__aarch64__) && !defined(KERNELS_PLAIN)
+  vst1q_f32(out, vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])));
+#else
+  for (int i = 0; i < NR; i++) out[i] = sum(x[i]);
+#endif
+}
+
+// One stretch of the depth for M rows of x and NR columns of decoded weights, `stride` floats apart.
+struct TileArgs {
+  const float* x[6];
+  const float* w;
+  int64_t stride;
+  int64_t depth;
+  float* partial;  // M * NR accumulators between stretches
+  float* out;      // M * NR sums, after the last
+  bool first, last;
+};
+
+template <int M>
+static void tile(const TileArgs& a) {
+  vf acc[M][NR];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; n++) acc[m][n] = a.first ? vf{} : load(a.partial + (m * NR + n) * W);
+  const float* x[M];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) x[m] = a.x[m];
+  const float *w0 = a.w, *w1 = w0 + a.stride, *w2 = w1 + a.stride, *w3 = w2 + a.stride;
+  for (int64_t k = 0; k < a.depth; k += W) {
+    const vf w[NR] = {load(w0 + k), load(w1 + k), load(w2 + k), load(w3 + k)};
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      const vf value = load(x[m] + k);
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; n++) acc[m][n] = fma(w[n], value, acc[m][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) {
+    if (a.last) {
+      sum_lanes(acc[m], a.out + m * NR);
+    } else {
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; n++) store(a.partial + (m * NR + n) * W, acc[m][n]);
+    }
+  }
+}
+
+static inline void run_tile(int rows, const TileArgs& a) {
+  if constexpr (MR > 3) {
+    if (rows == 6) return tile<6>(a);
+    if (rows == 5) return tile<5>(a);
+    if (rows == 4) return tile<4>(a);
+  }
+  if (rows == 3) return tile<3>(a);
+  if (rows == 2) return tile<2>(a);
+  tile<1>(a);
+}
+
+}  // namespace ISA
