@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(slots=True)
 class Launched:
-    """A step whose graph is built. `tokens` [rows] may still be computing; `marker` is ready when a prefill chunk is."""
+    """A step whose graph is built. `tokens` [rows] may still be computing; `marker` is ready when a chunk is."""
 
     step: Step
     tokens: mx.array | None = None

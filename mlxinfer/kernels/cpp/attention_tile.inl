@@ -149,7 +149,7 @@ static void score_rows(const float* q, int64_t dim, const float* keys, float* sc
 // The same without packing, for the few rows of decoding, which would not pay for it: whole blocks and vectors only.
 // Their time is that of memory: keys and values are asked for some rows ahead, past the end too, and into the second
 // cache: the first has room for too few requests at a time (9 against 17 GB/s on one core of a Zen 4).
-constexpr int FEW_ROWS = 4;
+constexpr int FEW_QUERIES = 4;
 constexpr int64_t PREFETCH_KEYS = 64;
 template <class T>
 static inline void prefetch(const T* x, int64_t elements) {
@@ -184,7 +184,7 @@ static inline void weigh_columns(
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) sums[r][c] = load(out + r * padded + c * W) * factor[r];
   for (int key = 0; key < count; key++, values += stride) {
-    for (int c = 0; R <= FEW_ROWS && c < C; c++) prefetch(values + c * W, PREFETCH_KEYS * stride);
+    for (int c = 0; R <= FEW_QUERIES && c < C; c++) prefetch(values + c * W, PREFETCH_KEYS * stride);
     vf v[C];
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) v[c] = load(values + c * W);
@@ -230,7 +230,7 @@ static void score_packed(const float* q, int64_t rows, int64_t dim, const float*
 template <class T>
 static void score_block(
     const float* q, int64_t rows, int64_t dim, const T* k, int64_t stride, int count, float* packed, float* scores) {
-  if (rows > FEW_ROWS || count < ATTENTION_BLOCK || dim % W != 0) {
+  if (rows > FEW_QUERIES || count < ATTENTION_BLOCK || dim % W != 0) {
     pack_keys(k, stride, count, dim, packed);
     return score_packed(q, rows, dim, packed, scores);
   }
@@ -238,7 +238,7 @@ static void score_block(
     case 1: return score_few<T, 1>(q, dim, k, stride, scores);
     case 2: return score_few<T, 2>(q, dim, k, stride, scores);
     case 3: return score_few<T, 3>(q, dim, k, stride, scores);
-    default: return score_few<T, FEW_ROWS>(q, dim, k, stride, scores);
+    default: return score_few<T, FEW_QUERIES>(q, dim, k, stride, scores);
   }
 }
 
