@@ -6,13 +6,14 @@ override MODEL := $(value MODEL)
 override PROMPT := $(value PROMPT)
 export MODEL PROMPT
 
-.PHONY: help run serve test test-slow check format bench clean
+.PHONY: help run serve test test-slow test-sanitize check format bench clean
 
 help:
 	@echo 'make run [PROMPT="..."] [MODEL=name]   answer one question; in a terminal without PROMPT: chat'
 	@echo 'make serve [MODEL=name]                OpenAI-compatible server on 127.0.0.1:8080'
 	@echo 'make test                              all fast tests and the checks'
 	@echo 'make test-slow                         the slow suites in full'
+	@echo 'make test-sanitize                     the CPU kernels under ASan and UBSan (Linux, g++)'
 	@echo 'make check                             lint, format, types, import rules'
 	@echo 'make bench                             decode and prefill against mlx-lm'
 
@@ -35,6 +36,10 @@ test:
 test-slow:
 	@.ci/setup dev
 	@.venv/bin/python -m pytest -q -m slow $(ARGS)
+
+test-sanitize:
+	@.ci/setup dev
+	@tests/sanitize/run $(ARGS)
 
 check:
 	@.ci/setup dev

@@ -19,8 +19,10 @@ if typing.TYPE_CHECKING:
     from collections.abc import Mapping
 
 ENV_PREFIX = "MLXINFER_"
-NOT_SETTINGS = frozenset({"API_KEY", "BLAS", "CONFIG"})
-"""MLXINFER_ variables that are read elsewhere: by server.run, runtime.preload_blas and config_path."""
+NOT_SETTINGS = frozenset(
+    {"API_KEY", "BLAS", "CONFIG", "KERNELS_CXXFLAGS", "KERNELS_DIR", "KERNELS_ISA", "THREADS"},
+)
+"""MLXINFER_ variables that are read elsewhere: by server.run, runtime.preload_blas, config_path and the CPU kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Settings:
     """Models out of packages and other things that can be fetched or made again."""
     dtype: str = "auto"
     """auto, float32, float16 or bfloat16. auto: float32 on a CPU, the model's own elsewhere."""
+    kernels: str = "auto"
+    """auto or on: kernels of our own where mlx computes on a CPU and they can be had; off: mlx's alone."""
     max_num_seqs: int = 32
     """Sequences decoded together at most."""
     max_queue: int = 256
@@ -175,6 +179,8 @@ def _coerce(name: str, value: Any, where: str, *, folder: Path | None = None, ty
 def _check(s: Settings) -> None:
     if s.dtype not in ("auto", "float32", "float16", "bfloat16"):
         raise InvalidRequestError(f"dtype is {s.dtype!r}; it must be auto, float32, float16 or bfloat16", param="dtype")
+    if s.kernels not in ("auto", "on", "off"):
+        raise InvalidRequestError(f"kernels is {s.kernels!r}; it must be auto, on or off", param="kernels")
     if s.kv_bits not in (None, 8, 4):
         raise InvalidRequestError(f"kv_bits is {s.kv_bits}; it must be 8 or 4", param="kv_bits")
     limits = {

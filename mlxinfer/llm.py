@@ -50,7 +50,9 @@ def load(
     files = zoo.resolve(name, settings, fetch=fetch, progress=progress, cancel=cancel)
     if progress is not None:
         progress(ProgressEvent("load", 0, files.size_bytes, name))
-    started = start_engine(files.kind, files.path, name=name, source=files.origin, settings=settings, cancel=cancel)
+    started = start_engine(
+        files.kind, files.path, name=name, source=files.origin, settings=settings, cancel=cancel, progress=progress
+    )
     if progress is not None:
         progress(ProgressEvent("load", files.size_bytes, files.size_bytes, name))
     return LLM(started.info, started.tokenizer, _defaults(name, started.defaults), started.engine, settings)

@@ -220,11 +220,11 @@ class Reply(str):
 class ProgressEvent:
     """One step of a long job: a download, a load, a conversion."""
 
-    phase: Literal["resolve", "download", "verify", "unpack", "load"]
+    phase: Literal["resolve", "download", "verify", "unpack", "build", "load"]
     done: int = 0
-    """Bytes so far."""
+    """Bytes so far; of a build, files."""
     total: int | None = None
-    """Bytes in all, when known."""
+    """In all, when known."""
     label: str = ""
     """The file or model at work."""
 

@@ -35,6 +35,7 @@ def _file_limit_kept() -> Iterator[None]:
 
 with _file_limit_kept():
     import mlx_lm.utils as _utils
+    from mlx_lm.models import activations as _activations
     from mlx_lm.models import base as _base
     from mlx_lm.models import cache as _cache
 
@@ -44,6 +45,7 @@ ArraysCache = _cache.ArraysCache
 CacheList = _cache.CacheList
 create_causal_mask = _base.create_causal_mask
 mlx_lm_attention = _base.scaled_dot_product_attention
+mlx_lm_swiglu = _activations.swiglu
 
 MODELS = "mlx_lm.models."
 PHI3SMALL_VOCABULARY = 100_352
@@ -68,6 +70,16 @@ def install_attention(attention: Callable[..., mx.array]) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(MODELS) and hasattr(module, "scaled_dot_product_attention"):
             vars(module)["scaled_dot_product_attention"] = attention
+
+
+def install_swiglu(swiglu: Callable[[mx.array, mx.array], mx.array]) -> None:
+    """Put `swiglu(gate, x)`, silu(gate) * x, where every loaded mlx_lm model module looks it up.
+
+    As install_attention: call it after each model is built.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith(MODELS) and hasattr(module, "swiglu"):
+            vars(module)["swiglu"] = swiglu
 
 
 def model_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:

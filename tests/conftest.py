@@ -16,6 +16,17 @@ GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
 _DEMO = os.environ.pop("MLXINFER_TEST_GGUF", None)
 _GEMMA = os.environ.pop("MLXINFER_TEST_GEMMA", None)
 
+# Tests give a process a cache of its own; the CPU kernels, which take a minute to build, stay where the user's are.
+os.environ.setdefault("MLXINFER_KERNELS_DIR", str(load_settings().cache_dir / "kernels"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cpu_kernels() -> None:
+    """Built before the first test: none of them waits for it, or measures it."""
+    from mlxinfer import kernels
+
+    kernels.enable(load_settings())
+
 
 def _cached(name: str) -> Path | None:
     found = sorted((load_settings().cache_dir / "packages").glob(f"**/{name}"))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from mlxinfer import __version__, runtime
-from mlxinfer.cli import options, output
+from mlxinfer.cli import options, output, progress
 from mlxinfer.config import Settings, as_dict, config_path, load_settings
 from mlxinfer.errors import InvalidRequestError
 
@@ -46,14 +46,15 @@ class Finding:
     """The command, or the act, that mends it."""
 
 
-@click.command("doctor", epilog=options.example("mlxinfer doctor", "mlxinfer doctor --json"))
+@click.command("doctor", epilog=options.example("mlxinfer doctor", "mlxinfer doctor --build-kernels"))
+@click.option("--build-kernels", is_flag=True, help="Build the CPU kernels now, also when an earlier build failed.")
 @options.json_option
-def doctor(as_json: bool) -> None:
-    """Check device, memory, BLAS, versions, configuration, caches and the hub.
+def doctor(build_kernels: bool, as_json: bool) -> None:
+    """Check device, memory, BLAS, CPU kernels, versions, configuration, caches and the hub.
 
     Ends with 1 if something is broken; a warning or being offline is not.
     """
-    findings = list(examine())
+    findings = list(examine(build_kernels=build_kernels))
     broken = any(f.status == "error" for f in findings)
     if as_json:
         output.emit_json(
@@ -74,13 +75,14 @@ def _line(finding: Finding, width: int) -> str:
     return text if finding.fix is None else f"{text}\n    {' ' * width}  fix: {finding.fix}"
 
 
-def examine() -> Iterator[Finding]:
-    """All findings, in the order in which one thing rests on another."""
+def examine(*, build_kernels: bool = False) -> Iterator[Finding]:
+    """All findings, in the order in which one thing rests on another. Kernels that aren't built yet may be, now."""
     yield from _machine()
     yield from _packages()
     yield from _device()
     settings, findings = _settings()
     yield from findings
+    yield from _kernels(settings, build_now=build_kernels)
     yield from _caches(settings)
     yield _hub()
 
@@ -188,6 +190,26 @@ def _settings() -> tuple[Settings, list[Finding]]:
     changed = {k: v for k, v in as_dict(settings).items() if v != as_dict(Settings())[k]}
     shown = ", ".join(f"{k} = {v}" for k, v in changed.items()) or "all defaults"
     return settings, [Finding("config", "ok", f"{path}{'' if path.exists() else ' (none)'}: {shown}")]
+
+
+def _kernels(settings: Settings, *, build_now: bool) -> Iterator[Finding]:
+    try:
+        from mlxinfer import kernels
+    except (ImportError, OSError, RuntimeError):
+        return  # mlx doesn't work, which is another finding
+    with progress.reporting() as report:
+        found = kernels.enable(settings, progress=report, may_build=build_now, again=build_now)
+    if found.reason is not None:
+        idle = "; mlx's own, many times slower, are used" if found.wrong else ""
+        yield Finding("kernels", "warning" if found.wrong else "ok", f"{found.reason}{idle}", found.fix)
+        return
+    text = f"{found.isa}, {found.threads} threads, {len(found.in_use)} kernels: {', '.join(found.in_use)}"
+    if not found.left_out:
+        yield Finding("kernels", "ok", text)
+        return
+    why = "; ".join(f"{name}: {reason}" for name, reason in found.left_out.items())
+    fix = "mlxinfer doctor --json, and report it with its output; until then mlx's own are used in their place"
+    yield Finding("kernels", "warning", f"{text}; left out: {why}", fix)
 
 
 def _caches(settings: Settings) -> Iterator[Finding]:

@@ -63,6 +63,8 @@ def load_model(name: str, settings: Settings) -> LLM:
         output.say(f"The context limit of {asked} is beyond what {name} has; its own {own} tokens hold.", dim=True)
     if slow := slow_blas():
         output.say(f"Prompts are read many times slower than this CPU could: {slow}", dim=True)
+    if missing := missing_kernels():
+        output.say(f"Tokens come many times slower than this CPU could: {missing}", dim=True)
     return llm
 
 
@@ -84,6 +86,14 @@ def slow_blas() -> str | None:
     if library is not None or not sys.platform.startswith("linux") or not runtime.on_cpu():
         return None
     return f"no fast BLAS ({why}); `mlxinfer doctor` says how to mend it."
+
+
+def missing_kernels() -> str | None:
+    """Why there are no CPU kernels, or None where they are in use or not wanted."""
+    from mlxinfer import kernels
+
+    found = kernels.status()
+    return f"{found.reason}; `mlxinfer doctor` says how to mend it." if found.wrong else None
 
 
 def default_model(settings: Settings, *, yes: bool) -> str:

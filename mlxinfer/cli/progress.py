@@ -23,10 +23,13 @@ VERB = {
     "download": "Downloading",
     "verify": "Checking",
     "unpack": "Unpacking",
+    "build": "Building",
     "load": "Loading",
 }
 COUNTED = ("download", "verify", "unpack")
 """Phases whose bytes are worth a bar."""
+IN_FILES = ("build",)
+"""Phases that count files."""
 PLAIN_INTERVAL = 5.0
 """Seconds between two plain lines about one file."""
 
@@ -45,7 +48,7 @@ def reporting() -> Iterator[Progress]:
 
 
 class PlainProgress:
-    """One line when a file begins, then at most one every few seconds, and none twice in a row."""
+    """One line when a file begins, then at most one every few seconds, and none twice in a row; a build has one."""
 
     def __init__(self, write: Callable[[str], None] = output.say, clock: Callable[[], float] = time.monotonic) -> None:
         self._write = write
@@ -58,6 +61,8 @@ class PlainProgress:
             return
         with self._lock:
             key, now = (event.phase, event.label), self._clock()
+            if event.phase in IN_FILES and key in self._last:
+                return
             before, said = self._last.get(key, (now - PLAIN_INTERVAL, ""))
             if now - before < PLAIN_INTERVAL or (text := line(event)) == said:
                 return
@@ -70,6 +75,8 @@ def line(event: ProgressEvent) -> str:
     from mlxinfer.zoo.files import human_bytes
 
     text = f"{VERB[event.phase]} {event.label}".rstrip()
+    if event.phase in IN_FILES:
+        return f"{text} … {event.done}/{event.total}" if event.done else f"{text} …"
     if event.total and event.phase not in COUNTED:
         return f"{text} ({human_bytes(event.total)})"
     if event.total:
@@ -89,13 +96,13 @@ class BarProgress:
     def __call__(self, event: ProgressEvent) -> None:
         with self._lock:
             bars = self._started()
-            total = event.total if event.phase in COUNTED else None
+            total = event.total if event.phase in (*COUNTED, *IN_FILES) else None
             key = (event.phase, event.label)
             if key not in self._tasks:
                 for task in bars.tasks:
                     task.visible = task.total is not None
                 text = f"{VERB[event.phase]} {output.printable(event.label)}"
-                self._tasks[key] = bars.add_task(text, total=total)
+                self._tasks[key] = bars.add_task(text, total=total, in_files=event.phase in IN_FILES)
             bars.update(self._tasks[key], completed=event.done if total else 0, total=total)
 
     def close(self) -> None:
@@ -123,17 +130,19 @@ class BarProgress:
 
 
 def _byte_columns() -> tuple[ProgressColumn, ...]:
-    """Bytes, speed and time left, empty for a task without a total."""
+    """Bytes, speed and time left, empty for a task without a total; of one that counts files, how many."""
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.text import Text
 
     class Bytes(DownloadColumn):
         def render(self, task: Task) -> Text:
+            if task.fields["in_files"]:
+                return Text(f"{task.completed:.0f}/{task.total or 0:.0f}")
             return Text() if task.total is None else super().render(task)
 
     class Speed(TransferSpeedColumn):
         def render(self, task: Task) -> Text:
-            return Text() if task.total is None else super().render(task)
+            return Text() if task.total is None or task.fields["in_files"] else super().render(task)
 
     class Left(TimeRemainingColumn):
         def render(self, task: Task) -> Text:

@@ -62,7 +62,7 @@ def attend(
 
 def one_kernel_serves(rows: Seq[SeqKV]) -> bool:
     """Whether `append_and_attend` can take these rows: on a CPU with the kernels, keys that aren't packed."""
-    return kernels.find("ragged_attention") is not None and all(type(row) is SeqKV for row in rows)
+    return kernels.kernel("ragged_attention") is not None and all(type(row) is SeqKV for row in rows)
 
 
 def append_and_attend(
@@ -80,7 +80,7 @@ def append_and_attend(
 
     Returns [R, heads, 1, value_dim]. With `lengths`, sequence i has the next lengths[i] of the R rows.
     """
-    kernel = kernels.find("ragged_attention")
+    kernel = kernels.kernel("ragged_attention")
     assert kernel is not None
     counts = lengths or [1] * len(rows)
     held = [row.reserve(count, [keys, values]) for row, count in zip(rows, counts, strict=True)]

@@ -31,7 +31,7 @@ PRODUCTS = ("quantized_matmul", "half_matmul")
 
 def as_stored() -> bool:
     """Whether weights stay in memory as they are stored and are computed with in float32."""
-    return runtime.on_cpu() and all(kernels.find(name) is not None for name in PRODUCTS)
+    return runtime.on_cpu() and all(kernels.kernel(name) is not None for name in PRODUCTS)
 
 
 def apply_dtype_policy(model: nn.Module, setting: str) -> str:

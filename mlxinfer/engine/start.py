@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from mlxinfer import runtime, upstream
+from mlxinfer import kernels, runtime, upstream
 from mlxinfer.engine.disk import DiskTier
 from mlxinfer.engine.engine import Engine
 from mlxinfer.engine.fingerprint import fingerprint
@@ -15,7 +15,7 @@ from mlxinfer.engine.loading import Prepared, build, prepare
 from mlxinfer.engine.prefix_disk import PrefixDisk
 from mlxinfer.engine.runner import Runner
 from mlxinfer.engine.worker import MlxThread, aside, mlx_thread
-from mlxinfer.types import ModelInfo, SamplingParams
+from mlxinfer.types import ModelInfo, Progress, SamplingParams
 from mlxinfer.zoo import CancelledError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def start_engine(
     source: str,
     settings: Settings,
     cancel: threading.Event | None = None,
+    progress: Progress | None = None,
 ) -> Started:
     """Load the model at `path` and start stepping it. Blocks until it is ready; raises what loading raises.
 
@@ -56,6 +57,8 @@ def start_engine(
     read is let go of and CancelledError raised.
     """
     thread = mlx_thread()
+    # A minute or two, the first time on a machine: on the caller's thread, whose Ctrl-C stops the compilers.
+    kernels.enable(settings, progress=progress, cancel=cancel)
     governor().set_budget(None if settings.memory_mb is None else settings.memory_mb << 20)
 
     def files() -> tuple[Prepared, DiskTier | None]:
@@ -96,6 +99,8 @@ def _start(
     cancel: threading.Event,
 ) -> Generator[None, None, Started]:
     loaded = yield from _unless(cancel, name, build(prepared))
+    if silu_mul := kernels.kernel("silu_mul"):
+        upstream.install_swiglu(silu_mul)
     yield
     runner = Runner(loaded.model, loaded.vocab_size, settings.kv_bits, probed=False)
     yield from runner.probe()

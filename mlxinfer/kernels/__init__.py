@@ -1,18 +1,10 @@
 """CPU kernels behind mlx's calls, for Linux machines and Macs without Metal. Never required.
 
-`build` makes the extension out of `cpp/`, `calls` puts its functions in the place of mlx's own.
+`enable` finds or builds the extension out of `cpp/`, tries each of its functions against mlx's own and puts the good
+ones in their place. Whatever goes wrong on the way is a line of `status`, and mlx's own functions stay.
 """
 
-from __future__ import annotations
+from mlxinfer.kernels.calls import kernel
+from mlxinfer.kernels.enabling import Status, enable, status
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_functions: dict[str, Callable[..., Any]] = {}
-
-
-def find(name: str) -> Callable[..., Any] | None:
-    """The kernel of that name, where it is in use."""
-    return _functions.get(name)
+__all__ = ["Status", "enable", "kernel", "status"]

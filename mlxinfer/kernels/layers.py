@@ -42,7 +42,7 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
     """x [..., K] times the transpose of weight [N, K]."""
-    kernel = kernels.find("half_matmul")
+    kernel = kernels.kernel("half_matmul")
     if kernel is None or x.dtype != mx.float32:
         return x @ weight.T
     return kernel(x, weight)

@@ -48,12 +48,14 @@ def test_an_empty_variable_was_not_given() -> None:
 
 def test_variables_read_elsewhere_and_foreign_ones_are_left_alone() -> None:
     environ = {"MLXINFER_BLAS": "off", "MLXINFER_API_KEY": "k", "MLXINFER_CONFIG": "/x", "PORT": "1", "HF_HOME": "/y"}
+    environ |= {"MLXINFER_THREADS": "2", "MLXINFER_KERNELS_ISA": "base", "MLXINFER_KERNELS_DIR": "/z"}
+    environ |= {"MLXINFER_KERNELS_CXXFLAGS": "-g"}
     assert load_settings(environ=environ, path=NOWHERE) == Settings()
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Settings)])
 def test_every_key_can_be_set_by_a_variable_and_by_the_file(tmp_path: Path, name: str) -> None:
-    texts = {"model": "m", "host": "h", "cache_dir": "/c", "dtype": "float32"}
+    texts = {"model": "m", "host": "h", "cache_dir": "/c", "dtype": "float32", "kernels": "off"}
     text = texts.get(name, "8" if name == "kv_bits" else "77")
     path = config(tmp_path, f'{name} = "{text}"' if name in texts else f"{name} = {text}")
     from_file = load_settings(environ={}, path=path)
@@ -107,6 +109,13 @@ def test_keys_are_packed_in_8_or_4_bits_or_not_at_all(bits: object) -> None:
 def test_a_dtype_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="dtype is 'int8'"):
         load_settings({"dtype": "int8"}, environ={}, path=NOWHERE)
+
+
+def test_kernels_are_auto_on_or_off() -> None:
+    for value in ("auto", "on", "off"):
+        assert load_settings({}, environ={"MLXINFER_KERNELS": value}, path=NOWHERE).kernels == value
+    with pytest.raises(InvalidRequestError, match="kernels is 'yes'; it must be auto, on or off"):
+        load_settings({}, environ={"MLXINFER_KERNELS": "yes"}, path=NOWHERE)
 
 
 @pytest.mark.parametrize("data", [b"port = ", b"\xff\xfe", b"port = 1\nport = 2"])

@@ -34,6 +34,19 @@ def test_installing_attention_reaches_every_loaded_model_module_and_can_be_undon
     assert llama.scaled_dot_product_attention is before
 
 
+def test_installing_swiglu_reaches_every_loaded_model_module_and_can_be_undone():
+    import mlx_lm.models.llama as llama
+
+    def marker(gate, x):
+        raise AssertionError
+
+    assert llama.swiglu is upstream.mlx_lm_swiglu
+    upstream.install_swiglu(marker)
+    assert llama.swiglu is marker
+    upstream.install_swiglu(upstream.mlx_lm_swiglu)
+    assert llama.swiglu is upstream.mlx_lm_swiglu
+
+
 def test_rope_takes_one_offset_per_row():
     x = mx.random.normal((2, 3, 1, 8))
     both = mx.fast.rope(x, 8, traditional=False, base=1e4, scale=1.0, offset=mx.array([3, 11]))

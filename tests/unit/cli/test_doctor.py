@@ -8,11 +8,11 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mlxinfer import runtime
+from mlxinfer import kernels, runtime
 from mlxinfer.cli import doctor
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def test_a_sound_machine_ends_with_0_and_names_what_it_looked_at(invoke: Invoke)
         "memory",
         "blas",
         "config",
+        "kernels",
         "hub",
     ):
         assert f"  {name} " in result.stdout
@@ -160,6 +161,54 @@ def test_a_cpu_without_a_fast_blas_is_a_warning_with_the_package_to_install(
 
 def test_readme_and_doctor_name_the_same_blas_package() -> None:
     assert doctor.BLAS_PACKAGE in (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+
+
+def kernels_are(monkeypatch: pytest.MonkeyPatch, status: kernels.Status) -> list[dict[str, Any]]:
+    """What `enable` comes to, and how it was asked."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(kernels, "enable", lambda settings, **how: asked.append(how) or status)
+    return asked
+
+
+def test_kernels_in_use_are_named_with_instruction_set_and_threads(
+    finding: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels_are(monkeypatch, kernels.Status(isa="avx2", threads=8, in_use=("rms_norm", "rope")))
+    found = finding("kernels")
+    assert (found.status, found.fix) == ("ok", None)
+    assert found.detail == "avx2, 8 threads, 2 kernels: rms_norm, rope"
+
+
+def test_a_kernel_that_was_left_out_is_a_warning_with_the_reason(
+    finding: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels_are(monkeypatch, kernels.Status(isa="avx2", threads=8, in_use=("rope",), left_out={"rms_norm": "differs"}))
+    assert finding("kernels").status == "warning"
+    assert "left out: rms_norm: differs" in finding("kernels").detail
+
+
+def test_missing_kernels_are_a_warning_with_the_command_and_no_fault(
+    finding: Find, monkeypatch: pytest.MonkeyPatch, invoke: Invoke
+) -> None:
+    kernels_are(monkeypatch, kernels.Status("no C++ compiler", "sudo apt-get install g++", wrong=True))
+    found = finding("kernels")
+    assert (found.status, found.fix) == ("warning", "sudo apt-get install g++")
+    assert "no C++ compiler; mlx's own, many" in found.detail
+    assert invoke("doctor").exit_code == 0
+
+
+def test_kernels_that_are_not_needed_or_turned_off_are_no_warning(
+    finding: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels_are(monkeypatch, kernels.Status("not needed: mlx computes on the GPU"))
+    assert finding("kernels") == doctor.Finding("kernels", "ok", "not needed: mlx computes on the GPU")
+
+
+def test_doctor_builds_kernels_only_when_told_to(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    asked = kernels_are(monkeypatch, kernels.Status("not built yet"))
+    invoke("doctor")
+    invoke("doctor", "--build-kernels")
+    assert [(how["may_build"], how["again"]) for how in asked] == [(False, False), (True, True)]
 
 
 def test_little_free_memory_is_a_warning(finding: Find, monkeypatch: pytest.MonkeyPatch) -> None:

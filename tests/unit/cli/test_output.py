@@ -104,6 +104,33 @@ def test_bars_count_bytes_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPat
     assert "50.0/100.0 MB" in text
 
 
+def test_a_build_counts_files_and_speaks_once_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlxinfer.cli.progress import BarProgress
+
+    events = [ProgressEvent("build", done, 12, "CPU kernels (once)") for done in (0, 5, 12)]
+    assert [line(e) for e in events] == [f"Building CPU kernels (once) …{count}" for count in ("", " 5/12", " 12/12")]
+    said: list[str] = []
+    now = [0.0]
+    report = PlainProgress(said.append, lambda: now[0])
+    for second, event in zip((0.0, 30.0, 60.0), events, strict=True):
+        now[0] = second
+        report(event)
+    assert said == ["Building CPU kernels (once) …"]
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    bars = BarProgress()
+    for event in events[:2]:
+        bars(event)
+    assert bars._bars is not None
+    bars._bars.refresh()
+    bars.close()
+    assert "Building CPU kernels (once)" in terminal.getvalue()
+    assert "5/12" in terminal.getvalue()
+    assert "bytes" not in terminal.getvalue()
+
+
 def test_an_unchanged_line_is_not_said_again() -> None:
     said: list[str] = []
     now = [0.0]

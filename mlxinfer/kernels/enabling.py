@@ -1,0 +1,150 @@
+"""Find or build the extension, try it and put its kernels to use: once per process, and never an error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from mlxinfer import runtime
+from mlxinfer.kernels import calls
+from mlxinfer.kernels.build import build, earlier_failure, find, remember_failure
+from mlxinfer.kernels.checks import FAULTS, check, names
+from mlxinfer.kernels.load import LoadError, check_owner, faults, load
+from mlxinfer.kernels.tools import BuildCancelledError, BuildError
+from mlxinfer.types import ProgressEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from mlxinfer.config import Settings
+    from mlxinfer.types import Progress
+
+LABEL = "CPU kernels (once; a minute or two)"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Which kernels are in use, or why there are none."""
+
+    reason: str | None = None
+    """Why there are none; None when they are in use."""
+    fix: str | None = None
+    """The command, or the act, that mends it, where one is known."""
+    wrong: bool = False
+    """They should be in use and aren't; not so where they are turned off, not needed or not built yet."""
+    path: Path | None = None
+    """Of the extension."""
+    isa: str = ""
+    """avx512, avx2, neon or base."""
+    threads: int = 0
+    """That work on one kernel."""
+    in_use: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Kernel → why mlx's own is used in its place."""
+
+
+_lock = threading.Lock()
+_status: Status | None = None
+
+
+def status() -> Status:
+    """What `enable` came to."""
+    return _status or Status("no model was loaded yet")
+
+
+def enable(
+    settings: Settings,
+    *,
+    progress: Progress | None = None,
+    cancel: threading.Event | None = None,
+    may_build: bool = True,
+    again: bool = False,
+) -> Status:
+    """Put the kernels to use where mlx computes on a CPU. The first call decides for the process; from any thread.
+
+    Building blocks for a minute or two, the first time on a machine; else it takes half a second. `may_build`: without
+    it, an extension that isn't there yet stays away. `again`: a build that failed is tried again. Ctrl-C is all that is
+    raised.
+    """
+    global _status
+    with _lock:
+        if _status is not None and not (again and _status.reason):
+            return _status
+        found, final = _enable(settings, progress, cancel, may_build, again)
+        if final:
+            _status = found
+        return found
+
+
+def _enable(
+    settings: Settings, progress: Progress | None, cancel: threading.Event | None, may_build: bool, again: bool
+) -> tuple[Status, bool]:
+    """The status, and whether it stands for the rest of the process."""
+    if settings.kernels == "off":
+        return Status("turned off by the setting kernels"), False
+    if not runtime.on_cpu():
+        return Status("not needed: mlx computes on the GPU"), True
+    try:
+        path = find(settings.cache_dir)
+        if path is None and not may_build:
+            if failure := earlier_failure(settings.cache_dir):
+                raise failure
+            return Status("not built yet; built on first use, or now with --build-kernels"), False
+        return _use(settings, path, progress, cancel, may_build, again), True
+    except BuildCancelledError as error:
+        return Status(str(error)), False
+    except BuildError as error:
+        return Status(str(error), error.fix, wrong=True), True
+    except FAULTS as error:
+        return Status(f"{type(error).__name__}: {error}", wrong=True), True
+
+
+def _use(
+    settings: Settings,
+    path: Path | None,
+    progress: Progress | None,
+    cancel: threading.Event | None,
+    may_build: bool,
+    again: bool,
+) -> Status:
+    def steps(done: int, total: int) -> None:
+        if progress is not None:
+            progress(ProgressEvent("build", done, total, LABEL))
+
+    cached = path is not None
+    if path is None:
+        path = build(settings.cache_dir, steps, cancel=cancel, again=again)
+    try:
+        return _put_to_use(path)
+    except LoadError as error:
+        if cached and may_build:
+            # The file was damaged after it was built, or came from another machine: one made here may be better.
+            path = build(settings.cache_dir, steps, cancel=cancel, again=True)
+            with contextlib.suppress(LoadError):
+                return _put_to_use(path)
+        if may_build:
+            # Not to be tried, and built again, at every start.
+            remember_failure(path.parent, str(error))
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _put_to_use(path: Path) -> Status:
+    check_owner(path)
+    left_out = faults(path)
+    extension = load(path)
+    for name in names(extension):
+        if name not in left_out and (why := check(extension, name)):
+            left_out[name] = why
+    in_use = tuple(name for name in names(extension) if name not in left_out)
+    calls.install(extension, in_use)
+    with contextlib.suppress(OSError):
+        os.utime(path)  # of the builds in the cache, those that are used stay
+    return Status(
+        path=path, isa=extension.isa(), threads=extension.threads(), in_use=in_use, left_out=MappingProxyType(left_out)
+    )
