@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from mlxinfer.config import load_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
@@ -55,6 +59,17 @@ def gemma_gguf() -> Path:
 
 MINUTES = Path(__file__).parent.parent / ".ci" / "minutes.toml"
 _spent: dict[str, float] = {}
+
+
+@pytest.fixture
+def without_kernels() -> Iterator[None]:
+    """mlx's own functions, as on a machine without a compiler."""
+    from mlxinfer.kernels import calls
+
+    before = calls.in_use()
+    calls.uninstall()
+    yield
+    calls.put(before)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -5,6 +5,6 @@ ones in their place. Whatever goes wrong on the way is a line of `status`, and m
 """
 
 from mlxinfer.kernels.calls import kernel
-from mlxinfer.kernels.enabling import Status, enable, status
+from mlxinfer.kernels.enabling import Status, enable, expected, status
 
-__all__ = ["Status", "enable", "kernel", "status"]
+__all__ = ["Status", "enable", "expected", "kernel", "status"]

@@ -14,7 +14,7 @@ from mlxinfer.kernels import calls
 from mlxinfer.kernels.build import build, earlier_failure, find, remember_failure
 from mlxinfer.kernels.checks import FAULTS, check, names
 from mlxinfer.kernels.load import LoadError, check_owner, faults, load
-from mlxinfer.kernels.tools import BuildCancelledError, BuildError
+from mlxinfer.kernels.tools import BuildCancelledError, BuildError, find_tools
 from mlxinfer.types import ProgressEvent
 
 if TYPE_CHECKING:
@@ -55,6 +55,20 @@ _status: Status | None = None
 def status() -> Status:
     """What `enable` came to."""
     return _status or Status("no model was loaded yet")
+
+
+def expected(settings: Settings) -> bool:
+    """Whether `enable` will have kernels to put to use, as far as that can be told without building or loading any."""
+    if _status is not None:
+        return bool(_status.in_use)
+    if settings.kernels == "off" or not runtime.on_cpu():
+        return False
+    try:
+        return find(settings.cache_dir) is not None or (
+            earlier_failure(settings.cache_dir) is None and find_tools() is not None
+        )
+    except (BuildError, *FAULTS):
+        return False
 
 
 def enable(

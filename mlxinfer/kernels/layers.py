@@ -37,7 +37,18 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
     """nn.QuantizedEmbedding that gives float32, whatever its scales are."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return super().__call__(x).astype(mx.float32)
+        scales = self["scales"][x]
+        if not mx.issubdtype(scales.dtype, mx.floating):
+            return super().__call__(x).astype(mx.float32)
+        # Unpacked in the dtype of its scales, every number would be rounded to that.
+        return mx.dequantize(
+            self["weight"][x],
+            scales.astype(mx.float32),
+            self["biases"][x].astype(mx.float32),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:

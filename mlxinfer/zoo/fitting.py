@@ -235,13 +235,17 @@ def _sizes_on_hub(name: str, repo: str, revision: str) -> Sizes:
 def _in_memory(sizes: Sizes, settings: Settings, cpu: bool, budget: int) -> tuple[int, int, str]:
     """(bytes of the weights in memory, bytes per cache element, in words).
 
-    A GPU computes on the weights as stored. On a CPU half precision runs element by element, so weights become
-    float32, packed ones too where memory allows (docs/adr).
+    A GPU computes on the weights as stored, and so does a CPU with the kernels, in float32. Without them half precision
+    runs element by element, so weights become float32, packed ones too where memory allows (docs/kernels.md).
     """
+    from mlxinfer import kernels
+
     dtype = settings.dtype if settings.dtype != "auto" else "float32" if cpu else "float16"
     element = 4 if dtype == "float32" else 2
     if not cpu:
         return sizes.weight_bytes, element, "as stored"
+    if dtype == "float32" and kernels.expected(settings):
+        return sizes.weight_bytes, element, "as stored, computed in float32"
     unpacked = sizes.parameters * element
     if sizes.packed and unpacked + OVERHEAD > COMFORT * budget:
         return sizes.weight_bytes, element, "as stored (too large to unpack)"

@@ -29,7 +29,7 @@ def test_unload_frees_the_memory_and_ends_what_is_open(tmp_path):
     assert mx.get_active_memory() <= before + 4096
 
 
-def test_a_quantized_folder_loads_and_is_plain_in_memory_on_a_cpu(tmp_path):
+def test_a_quantized_folder_loads_and_predicts_what_its_model_does(tmp_path):
     import mlx.nn as nn
     from mlx.utils import tree_flatten
 

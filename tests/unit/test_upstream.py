@@ -40,11 +40,12 @@ def test_installing_swiglu_reaches_every_loaded_model_module_and_can_be_undone()
     def marker(gate, x):
         raise AssertionError
 
-    assert llama.swiglu is upstream.mlx_lm_swiglu
+    before = llama.swiglu
     upstream.install_swiglu(marker)
     assert llama.swiglu is marker
     upstream.install_swiglu(upstream.mlx_lm_swiglu)
     assert llama.swiglu is upstream.mlx_lm_swiglu
+    upstream.install_swiglu(before)
 
 
 def test_rope_takes_one_offset_per_row():

@@ -59,7 +59,7 @@ def test_taking_back_more_than_is_held_is_an_error():
         kv.trim(3)
 
 
-def test_one_row_behaves_like_mlx_lms_own_caches_masks_included():
+def test_one_row_behaves_like_mlx_lms_own_caches_masks_included(without_kernels):
     for theirs, window in ((KVCache(), None), (RotatingKVCache(max_size=6), 6)):
         row = RaggedKV([SeqKV(window)], Handles())
         end = 0

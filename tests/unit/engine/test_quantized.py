@@ -154,7 +154,7 @@ def test_rows_of_a_batch_and_a_chunk_beside_them_each_see_their_own_packed_keys(
     assert mx.allclose(limited[:1], dense(queries[:1], keys, values, 0.1, sinks), atol=1e-4).item()
 
 
-def test_a_single_token_goes_by_handle_and_a_chunk_gets_unpacked_keys_and_a_real_mask():
+def test_a_single_token_goes_by_handle_and_a_chunk_gets_unpacked_keys_and_a_real_mask(without_kernels):
     attention = RaggedAttention()
     leaf = QuantizedKV(8, 64)
     cache = RaggedKV([leaf], attention.handles)
