@@ -7,7 +7,7 @@ import time
 import mlx.core as mx
 import pytest
 
-from mlxinfer import kernels
+from mlxinfer import kernels, runtime
 from mlxinfer.engine.engine import Engine, Event, Request
 from mlxinfer.engine.rows import RowSpec
 from mlxinfer.engine.runner import Runner
@@ -207,6 +207,8 @@ CALL_SITES = [
     ("mlxinfer.engine.runner.Runner._decode", None),
     ("mlxinfer.engine.runner.Runner._settle", None),
     ("mlxinfer.engine.rows.Launched.read", None),
+    ("mlxinfer.engine.rows.Launched.wait", None),
+    ("mlxinfer.engine.rows.Launched.submit", None),
     ("mlxinfer.engine.runner.uniforms", None),
     ("mlxinfer.engine.ragged.Batch.begin", None),
     ("mlxinfer.engine.sampling.BatchSampler.__call__", None),
@@ -338,3 +340,38 @@ def test_a_closed_engine_is_stepped_no_more_and_lets_go_of_its_model(engine):
     engine.thread.call(engine.close)
     assert engine.runner.model is None
     assert engine.thread.call(lambda: engine in engine.thread._engines) is False
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_is_built_while_the_last_one_runs_and_submitted_before_its_tokens_go_out(engine, monkeypatch, early):
+    assert engine.runner.submits_early is not runtime.on_cpu()
+    seen: list[tuple[str, int]] = []
+    launched = pkgutil.resolve_name("mlxinfer.engine.rows:Launched")
+    for name in ("wait", "submit"):
+        original = getattr(launched, name)
+
+        def noted(self, name=name, original=original):
+            if name == "wait" or self.unsubmitted:
+                seen.append((name, self.step.number))
+            return original(self)
+
+        monkeypatch.setattr(launched, name, noted)
+    build, deliver = engine.runner.launch, engine._deliver
+
+    def launch(step):
+        seen.append(("build", step.number))
+        return build(step)
+
+    def hand_out(*args):
+        seen.append(("deliver", 0))
+        return deliver(*args)
+
+    monkeypatch.setattr(engine.runner, "launch", launch)
+    monkeypatch.setattr(engine, "_deliver", hand_out)
+    engine.thread.call(lambda: setattr(engine.runner, "submits_early", early))
+    collect(submit(engine, request("a", max_tokens=12)))
+    start = seen.index(("build", 5))
+    order = seen[start : seen.index(("build", 6))]
+    # On a CPU step 5 may not be submitted before step 4 has run: mlx would copy the buffers that both write to.
+    expected = [("submit", 5), ("wait", 4)] if early else [("wait", 4), ("submit", 5)]
+    assert list(dict.fromkeys(order)) == [("build", 5), *expected, ("deliver", 0)]

@@ -308,3 +308,10 @@ def test_ctrl_c_ends_a_load_and_frees_what_was_read(good, monkeypatch):
     gc.collect()
     assert thread.call(mx.get_active_memory) == before
     assert mlxinfer.load(good).alive
+
+
+def test_dtype_of_everything_is_the_setting_where_that_is_half_precision():
+    model = tiny.build_model(tiny.config())
+    assert dtypes.apply_dtype_policy(model, "float16") == "float16"
+    assert {w.dtype for w in dtypes.parameters(model)} == {mx.float16}
+    assert type(model.lm_head) is nn.Linear
