@@ -10,6 +10,9 @@ namespace {
 
 constexpr int64_t MIN_ROWS_TO_SPLIT = 65536;  // elements of x from which on packing is worth another thread
 
+// A row of x is read many times: not with vectors that lie across two lines of the cache, which costs two accesses.
+constexpr size_t LINE = 64;
+
 // Memory of this thread that grows to what was asked for and stays; for what is bounded.
 float* working_memory(int64_t floats) {
   thread_local std::unique_ptr<float[]> memory;
@@ -133,14 +136,16 @@ ProductArgs product_args(const ProductPlan& plan, const mx::array& x, const mx::
 }
 
 PackedRows::PackedRows(const mx::array& x, const ProductPlan& plan) {
-  if (x.dtype() == mx::float32 && !packs_halves(plan.format)) {
+  const int64_t depth = x.shape(-1), rows = static_cast<int64_t>(x.size()) / depth;
+  const bool in_place = rows == 1 || reinterpret_cast<uintptr_t>(x.data<void>()) % LINE == 0;
+  if (x.dtype() == mx::float32 && !packs_halves(plan.format) && in_place) {
     data_ = x.data<float>();
     return;
   }
-  own_.reset(new float[x.size()]);
-  data_ = own_.get();
-  const int64_t depth = x.shape(-1), rows = static_cast<int64_t>(x.size()) / depth;
-  PackArgs args{x.data<void>(), *type_of(x.dtype()), own_.get(), depth, plan.format};
+  own_.reset(new float[x.size() + LINE / sizeof(float)]);
+  float* packed = own_.get() + (-reinterpret_cast<uintptr_t>(own_.get()) % LINE) / sizeof(float);
+  data_ = packed;
+  PackArgs args{x.data<void>(), *type_of(x.dtype()), packed, depth, plan.format};
   parallel_for(rows, 1 + MIN_ROWS_TO_SPLIT / depth,
                [&](int64_t begin, int64_t end) { table().product.pack(args, begin, end); });
 }

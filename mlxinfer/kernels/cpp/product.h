@@ -30,7 +30,7 @@ std::optional<ProductPlan> plan_product(const mx::array& x, const mx::array& w, 
 ProductArgs product_args(const ProductPlan& plan, const mx::array& x, const mx::array& w, const mx::array* scales,
                          const mx::array* biases, mx::array& y);
 
-// Rows of x as the kernel reads them: x itself or, where they have to be brought into another order, a copy.
+// Rows of x as the kernel reads them: x itself or, where they have to be brought into another order or place, a copy.
 class PackedRows {
  public:
   PackedRows(const mx::array& x, const ProductPlan& plan);

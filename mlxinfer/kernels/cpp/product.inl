@@ -1,6 +1,6 @@
 // Products with quantized and half-precision weights, for one row of x and for many.
-#include "product_formats.inl"
 #include "product_tile.inl"
+#include "product_decode.inl"
 
 namespace ISA {
 
@@ -9,148 +9,42 @@ using kernels::PackArgs;
 using kernels::ProductArgs;
 
 constexpr int64_t ROW_BLOCK = 48;  // rows that share a stretch of decoded weights; a multiple of MR
-constexpr int IN_REGISTERS = MR > 4 ? 4 : 2;  // rows for which weights are used as they are decoded
-constexpr int64_t FEW_ROWS = MR > 4 ? 8 : 2;  // up to here that is faster, even when they are decoded twice
-constexpr int64_t AHEAD = 4096;  // bytes to ask for before they are needed, at least
+constexpr int64_t FEW_ROWS = MR > 4 ? 8 : 2;  // for which weights are used as they are decoded, be it more than once
+constexpr int64_t NARROW = 48;  // rows up to which NR decoded columns stay in the first cache, and x streams past them
 constexpr int64_t STRETCH = 640;  // the depth a tile runs over: (MR + NR) * STRETCH floats stay in the first cache
 constexpr int64_t DECODED = 192 << 10;     // floats of decoded weights, in the second cache
+constexpr int64_t BLOCKS_PER_THREAD = 4;   // so that a thread that is held up leaves some to the others
 constexpr int64_t FEW_WEIGHTS = 64 << 10;  // what it takes to make another thread worthwhile
 
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-static inline int64_t row_at(const int64_t* rows, int64_t i) { return rows ? rows[i] : i; }
 
 static inline int64_t stretch(int64_t depth) {
   const int64_t parts = (depth + STRETCH - 1) / STRETCH;
   return round_up((depth + parts - 1) / parts, 4 * BLOCK);
 }
 
+// Blocks for `threads` threads, a multiple of NR each, of about the same size, so that no thread has one more to do.
 static int64_t column_block(const ProductArgs& a, int threads) {
-  if (a.rows <= FEW_ROWS) return round_up(FEW_WEIGHTS / a.depth + 1, NR);
-  const int64_t share = round_up(a.columns / (2 * threads) + 1, NR), room = DECODED / a.depth / NR * NR;
-  const int64_t most = room < NR ? NR : room > 96 ? 96 : room;
-  return share < most ? share : most;
-}
-
-static inline int64_t groups_of(const ProductArgs& a) {
-  return a.scale_type == kernels::NO_SCALE ? 0 : a.depth / a.group;
+  int64_t most = a.columns;
+  if (a.rows > FEW_ROWS) {
+    most = DECODED / a.depth / NR * NR;
+    most = most < NR ? NR : most > 96 ? 96 : most;
+  }
+  const int64_t shares = BLOCKS_PER_THREAD * threads, each = a.rows > FEW_ROWS ? FEW_WEIGHTS / 4 : FEW_WEIGHTS;
+  const int64_t worthwhile = 1 + a.columns * a.depth / each;
+  int64_t blocks = worthwhile < shares ? worthwhile : shares;
+  if (blocks > threads) blocks -= blocks % threads;
+  const int64_t block = round_up((a.columns + blocks - 1) / blocks, NR);
+  return block < most ? block : most;
 }
 
 static int64_t scratch(const ProductArgs& a, int64_t columns) {
+  if (a.rows <= FEW_ROWS) return 2 * NR * groups_of(a);
   columns = columns < NR ? NR : round_up(columns, NR);
-  return columns * (round_up(a.depth, 4 * BLOCK) + ROW_BLOCK * W) + 2 * NR * groups_of(a);
+  return columns * (round_up(a.depth, 4 * BLOCK) + ROW_BLOCK * W) + 2 * NR * groups_of(a) + LINE;
 }
 
-static inline void put(const ProductArgs& a, int64_t row, int64_t column, int64_t count, const float* sums) {
-  const int64_t at = row_at(a.y_rows, row) * a.columns + column;
-  for (int64_t i = 0; i < count; i++) {
-    switch (a.y_type) {
-      case kernels::F32: from_scalar(sums[i], static_cast<float*>(a.y) + at + i); break;
-      case kernels::F16: from_scalar(sums[i], static_cast<half_t*>(a.y) + at + i); break;
-      case kernels::BF16: from_scalar(sums[i], static_cast<bfloat_t*>(a.y) + at + i); break;
-    }
-  }
-}
-
-// ---- few rows: the weights are decoded into registers -------------------------------------------------------------
-
-// The weights of a row of w, and its scales and biases, from one place on.
-struct Column {
-  const uint8_t* w;
-  const float* scales;
-  const float* biases;
-};
-
-template <class F>
-static inline Column column_of(const ProductArgs& a, int64_t column, int64_t k, int64_t depth, float* space) {
-  Column out = {static_cast<const uint8_t*>(a.w) + (column * a.depth + k) / BLOCK * F::bytes, nullptr, nullptr};
-  const int64_t first = (column * a.depth + k) / a.group, count = (depth + a.group - 1) / a.group;
-  if constexpr (F::has_scale) out.scales = scales_from(a.scales, a.scale_type, first, count, space);
-  if constexpr (F::has_bias) out.biases = scales_from(a.biases, a.scale_type, first, count, space + count);
-  return out;
-}
-
-template <class F>
-static inline typename F::Group open_group(const Column& c, int64_t group) {
-  float scale = 0, bias = 0;
-  if constexpr (F::has_scale) scale = c.scales[group];
-  if constexpr (F::has_bias) bias = c.biases[group];
-  return F::open(scale, bias);
-}
-
-// Ask for the memory `bytes` behind p, which may lie outside the weights: then nothing happens.
-static inline void prefetch(const void* p, int64_t bytes) {
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes)));
-}
-
-// One block of NR columns against M rows.
-template <class F, int M>
-static inline void add_block(Column* c, const typename F::Group* group, const float* const* x, int64_t k, int64_t ahead,
-                             vf (*acc)[NR]) {
-#pragma GCC unroll 4
-  for (int n = 0; n < NR; n++) {
-    vf w[V];
-    F::decode(c[n].w, group[n], w);
-    prefetch(c[n].w, ahead);
-    c[n].w += F::bytes;
-#pragma GCC unroll 4
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 8
-      for (int v = 0; v < V; v++) acc[m][n] = fma(w[v], load(x[m] + k + v * W), acc[m][n]);
-  }
-}
-
-// At most M rows from `row` on. BLOCKS blocks have a scale in common; 0: as many as `group` says.
-template <class F, int M, int BLOCKS>
-static void few_rows(const ProductArgs& a, int64_t row, int64_t begin, int64_t end, float* space) {
-  const int rows = a.rows - row < M ? static_cast<int>(a.rows - row) : M;
-  const int64_t group_depth = BLOCKS ? BLOCKS * BLOCK : a.group;
-  // The columns after these, or later ones where rows are short: processors look ahead within a page of one stream.
-  const int64_t bytes = a.depth / BLOCK * F::bytes, columns_ahead = (AHEAD / bytes / NR + 1) * NR;
-  const int64_t ahead = columns_ahead * bytes, scales_ahead = columns_ahead * groups_of(a) * sizeof(float);
-  const float* x[M];
-  for (int m = 0; m < M; m++) x[m] = a.x + row_at(a.x_rows, row + (m < rows ? m : 0)) * a.depth;
-  for (int64_t column = begin; column < end; column += NR) {
-    const int64_t count = end - column < NR ? end - column : NR;
-    Column c[NR];
-    for (int n = 0; n < NR; n++)
-      c[n] = column_of<F>(a, column + (n < count ? n : 0), 0, a.depth, space + 2 * n * groups_of(a));
-    vf acc[M][NR] = {};
-    for (int64_t k = 0, g = 0; k < a.depth; g++) {
-      typename F::Group group[NR];
-#pragma GCC unroll 4
-      for (int n = 0; n < NR; n++) {
-        group[n] = open_group<F>(c[n], g);
-        if constexpr (F::has_scale) prefetch(c[n].scales + g, scales_ahead);
-        if constexpr (F::has_bias) prefetch(c[n].biases + g, scales_ahead);
-      }
-#pragma GCC unroll 4
-      for (const int64_t stop = k + group_depth; k < stop; k += BLOCK) add_block<F, M>(c, group, x, k, ahead, acc);
-    }
-    for (int m = 0; m < rows; m++) {
-      float sums[NR];
-      sum_lanes(acc[m], sums);
-      put(a, row + m, column, count, sums);
-    }
-  }
-}
-
-// ---- more rows: a block of columns is decoded once, then the tiles run over it ------------------------------------
-
-// Weights k to k + depth of one column.
-template <class F>
-static void decode_column(const ProductArgs& a, int64_t column, int64_t k, int64_t depth, float* out, float* space) {
-  Column c = column_of<F>(a, column, k, depth, space);
-  for (int64_t i = 0; i < depth; i += a.group) {
-    const typename F::Group group = open_group<F>(c, i / a.group);
-    const int64_t end = i + a.group < depth ? i + a.group : depth;
-    for (int64_t at = i; at < end; at += BLOCK, c.w += F::bytes) {
-      vf w[V];
-      F::decode(c.w, group, w);
-      for (int v = 0; v < V; v++) store(out + at + v * W, w[v]);
-    }
-  }
-}
+// ---- more rows: columns are decoded, then the tiles run over them -------------------------------------------
 
 using DecodeColumn = void (*)(const ProductArgs&, int64_t column, int64_t k, int64_t depth, float* out, float* space);
 
@@ -185,19 +79,27 @@ static void run_tiles(const ProductArgs& a, const Part& p) {
 
 static void many_rows(const ProductArgs& a, int64_t begin, int64_t end, float* memory, DecodeColumn decode) {
   const int64_t columns = end - begin, at_once = round_up(columns, NR), step = stretch(a.depth);
-  float* weights = memory;
+  // Dense weights are read faster a long piece at a time.
+  const bool narrow = a.rows <= NARROW && (a.format < kernels::DENSE_F32 || a.depth > STRETCH);
+  const int64_t wide = narrow ? NR : columns;
+  // To whole lines of the cache: a vector across two costs two accesses, and a store more.
+  float* weights = memory + (-reinterpret_cast<uintptr_t>(memory) % LINE) / sizeof(float);
   float* partial = weights + at_once * round_up(a.depth, 4 * BLOCK);
   float* space = partial + at_once * ROW_BLOCK * W;
   for (int64_t row = 0; row < a.rows; row += ROW_BLOCK) {
     const int64_t rows = a.rows - row < ROW_BLOCK ? a.rows - row : ROW_BLOCK;
     for (int64_t k = 0; k < a.depth; k += step) {
       const int64_t depth = a.depth - k < step ? a.depth - k : step;
-      float* w = weights + k * at_once;
-      if (row == 0) {
-        for (int64_t n = 0; n < columns; n++) decode(a, begin + n, k, depth, w + n * depth, space);
-        memset(w + columns * depth, 0, (at_once - columns) * depth * sizeof(float));
+      // Only further blocks of rows need all of the depth again.
+      float* w = a.rows > ROW_BLOCK ? weights + k * at_once : weights;
+      for (int64_t n = 0; n < columns; n += wide) {
+        const int64_t count = columns - n < wide ? columns - n : wide, padded = round_up(count, NR);
+        if (row == 0) {
+          for (int64_t i = 0; i < count; i++) decode(a, begin + n + i, k, depth, w + i * depth, space);
+          memset(w + count * depth, 0, (padded - count) * depth * sizeof(float));
+        }
+        run_tiles(a, {row, rows, begin + n, count, k, depth, w, partial + n * ROW_BLOCK * W});
       }
-      run_tiles(a, {row, rows, begin, columns, k, depth, w, partial});
     }
   }
 }
@@ -210,16 +112,31 @@ static void one_row(const ProductArgs& a, int64_t begin, int64_t end, float* mem
   few_rows<F, 1, 0>(a, 0, begin, end, memory);
 }
 
+// MR rows at once, else four at a time.
+template <class F>
+static void some_rows(const ProductArgs& a, int64_t begin, int64_t end, float* memory) {
+  constexpr bool affine = F::has_bias;
+  constexpr int most = MR > 4 ? 4 : 2;
+  if constexpr (MR > 4) {
+    if (a.rows > 4 && a.rows <= MR && affine && a.group == BLOCK)
+      return few_rows<F, MR, affine ? 1 : 0>(a, 0, begin, end, memory);
+    if (a.rows > 4 && a.rows <= MR) return few_rows<F, MR, 0>(a, 0, begin, end, memory);
+  }
+  for (int64_t row = 0; row < a.rows; row += most) {
+    if (a.rows - row <= 2)
+      few_rows<F, 2, 0>(a, row, begin, end, memory);
+    else if (affine && a.group == BLOCK)
+      few_rows<F, most, affine ? 1 : 0>(a, row, begin, end, memory);
+    else
+      few_rows<F, most, 0>(a, row, begin, end, memory);
+  }
+}
+
 template <class F>
 static void multiply_format(const ProductArgs& a, int64_t begin, int64_t end, float* memory) {
   if (a.rows == 1) return one_row<F>(a, begin, end, memory);
-  if (a.rows > FEW_ROWS) return many_rows(a, begin, end, memory, decode_column<F>);
-  for (int64_t row = 0; row < a.rows; row += IN_REGISTERS) {
-    if (a.rows - row <= 2)
-      few_rows<F, 2, 0>(a, row, begin, end, memory);
-    else
-      few_rows<F, IN_REGISTERS, 0>(a, row, begin, end, memory);
-  }
+  if (a.rows <= FEW_ROWS) return some_rows<F>(a, begin, end, memory);
+  many_rows(a, begin, end, memory, decode_column<F>);
 }
 
 static void multiply(const ProductArgs& a, int64_t begin, int64_t end, float* memory) {

@@ -32,37 +32,30 @@ static inline void sum_lanes(const vf* x, float* out) {
 #endif
 }
 
-// One stretch of the depth for M rows of x and NR columns of decoded weights, `stride` floats apart.
+// The accumulators are in the caller's registers, and have to stay there.
+#define INLINE __attribute__((always_inline)) static inline
+
+// One stretch of the depth for some rows of x and NR columns of decoded weights, `stride` floats apart.
 struct TileArgs {
-  const float* x[6];
+  const float* x[MR];
   const float* w;
   int64_t stride;
   int64_t depth;
-  float* partial;  // M * NR accumulators between stretches
-  float* out;      // M * NR sums, after the last
+  float* partial;  // NR accumulators a row between stretches
+  float* out;      // NR sums a row, after the last
   bool first, last;
 };
 
 template <int M>
-static void tile(const TileArgs& a) {
-  vf acc[M][NR];
+INLINE void open_tile(const TileArgs& a, vf (*acc)[NR]) {
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
     for (int n = 0; n < NR; n++) acc[m][n] = a.first ? vf{} : load(a.partial + (m * NR + n) * W);
-  const float* x[M];
-#pragma GCC unroll 8
-  for (int m = 0; m < M; m++) x[m] = a.x[m];
-  const float *w0 = a.w, *w1 = w0 + a.stride, *w2 = w1 + a.stride, *w3 = w2 + a.stride;
-  for (int64_t k = 0; k < a.depth; k += W) {
-    const vf w[NR] = {load(w0 + k), load(w1 + k), load(w2 + k), load(w3 + k)};
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-      const vf value = load(x[m] + k);
-#pragma GCC unroll 4
-      for (int n = 0; n < NR; n++) acc[m][n] = fma(w[n], value, acc[m][n]);
-    }
-  }
+}
+
+template <int M>
+INLINE void close_tile(const TileArgs& a, const vf (*acc)[NR]) {
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++) {
     if (a.last) {
@@ -72,6 +65,44 @@ static void tile(const TileArgs& a) {
       for (int n = 0; n < NR; n++) store(a.partial + (m * NR + n) * W, acc[m][n]);
     }
   }
+}
+
+// Loaded once: compilers would rather give each use an operand in memory, and loads are what there are too many of.
+INLINE void in_register(vf& x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+}
+
+// One vector of M rows, at x[m] + k, and of NR columns.
+template <int M>
+INLINE void add_products(const float* const* x, int64_t k, const vf* w, vf (*acc)[NR]) {
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) {
+    vf value = load(x[m] + k);
+    in_register(value);
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; n++) acc[m][n] = fma(w[n], value, acc[m][n]);
+  }
+}
+
+template <int M>
+static void tile(const TileArgs& a) {
+  vf acc[M][NR];
+  open_tile<M>(a, acc);
+  const float* x[M];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++) x[m] = a.x[m];
+  const float *w0 = a.w, *w1 = w0 + a.stride, *w2 = w1 + a.stride, *w3 = w2 + a.stride;
+  for (int64_t k = 0; k < a.depth; k += W) {
+    const vf w[NR] = {load(w0 + k), load(w1 + k), load(w2 + k), load(w3 + k)};
+    add_products<M>(x, k, w, acc);
+  }
+  close_tile<M>(a, acc);
 }
 
 static inline void run_tile(int rows, const TileArgs& a) {
