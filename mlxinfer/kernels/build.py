@@ -213,4 +213,5 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 def _writable_fix(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space: mlxinfer ls, then mlxinfer rm MODEL"
-    return "set MLXINFER_CACHE_DIR to a folder that you can write to"
+    name = "MLXINFER_KERNELS_DIR" if os.environ.get("MLXINFER_KERNELS_DIR") else "MLXINFER_CACHE_DIR"
+    return f"set {name} to a folder that you can write to"

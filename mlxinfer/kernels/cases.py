@@ -67,9 +67,23 @@ def _attention() -> Iterator[Case]:
         kept = mx.arange(83)[None] <= mx.arange(5)[:, None] * 20
         yield Case(f"{dtype}, boolean mask", (q, k, v), {"scale": 0.15, "mask": kept})
         yield Case(f"{dtype}, sinks", (q, k, v), {"scale": 0.15, "sinks": _random(5, 6, dtype=dtype)})
+    # More keys than a span: one query is split over them, several aren't.
+    k, v = _random(6, 1, 2, 600, 40), _random(7, 1, 2, 600, 40)
+    for queries in (1, 5):
+        q = _random(8, 1, 6, queries, 40)
+        more = {"scale": 0.15, "mask": "causal", "sinks": _random(5, 6)}
+        yield Case(f"{queries} queries, 600 keys", (q, k, v), more)
 
 
-FORMATS = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)] + [("mxfp4", 4, 32)]
+FORMATS = [
+    *(("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)),
+    ("mxfp4", 4, 32),
+    ("mxfp8", 8, 32),
+]
+ROWS = (1, 5, 13)
+"""One row, a few and many are three paths through a product."""
+DEEP = 704
+"""Inputs enough for more than one stretch of the depth."""
 
 
 def _packed(seed: int, mode: str, bits: int, group: int, dtype: mx.Dtype, *shape: int) -> tuple[mx.array, ...]:
@@ -82,18 +96,28 @@ def _quantized_matmul() -> Iterator[Case]:
             # 19 outputs and 256 inputs: no tile comes out even, every group size fits.
             packed = _packed(1, mode, bits, group, dtype, 19, 256)
             options = {"group_size": group, "bits": bits, "mode": mode, "transpose": True}
-            for rows in (1, 13):
+            for rows in ROWS:
                 x = _random(2, rows, 256, dtype=dtype)
                 yield Case(f"{mode} {bits}-bit, group {group}, {dtype}, {rows} rows", (x, *packed), options)
+    for mode, bits, group in (("affine", 4, 64), ("affine", 8, 64), ("mxfp8", 8, 32)):
+        packed = _packed(3, mode, bits, group, mx.float32, 19, DEEP)
+        options = {"group_size": group, "bits": bits, "mode": mode, "transpose": True}
+        for rows in ROWS:
+            yield Case(f"{mode} {bits}-bit, {DEEP} inputs, {rows} rows", (_random(4, rows, DEEP), *packed), options)
 
 
 def _gather_qmm() -> Iterator[Case]:
-    for mode, bits, group in (("affine", 4, 64), ("affine", 8, 32), ("mxfp4", 4, 32)):
+    # 1 row for matrix 0, 5 for matrix 1, 13 for matrix 3.
+    spread = mx.array([0] + [1] * 5 + [3] * 13, dtype=mx.uint32)
+    for mode, bits, group in (("affine", 4, 64), ("affine", 8, 32), ("mxfp4", 4, 32), ("mxfp8", 8, 32)):
         w, scales, *rest = _packed(1, mode, bits, group, mx.float32, 4, 19, 128)
         options = {"group_size": group, "bits": bits, "mode": mode, "transpose": True}
         options |= {"rhs_indices": mx.array([[0, 3], [2, 2], [1, 0]], dtype=mx.uint32)}
         x = _random(2, 3, 1, 1, 128)
         yield Case(f"{mode} {bits}-bit, group {group}", (x, w, scales, *(rest or [None])), options)
+        x = _random(3, len(spread), 1, 128)
+        more = options | {"rhs_indices": spread, "sorted_indices": True}
+        yield Case(f"{mode} {bits}-bit, many rows", (x, w, scales, *(rest or [None])), more)
 
 
 def _last_axis() -> Iterator[Case]:
@@ -102,6 +126,7 @@ def _last_axis() -> Iterator[Case]:
         yield Case(f"{dtype}", (x,), {"axis": -1})
     x = _random(2, 3, 1003)
     yield Case("some minus infinity", (mx.where(x > 0, x, -mx.inf),), {"axis": -1})
+    yield Case("a row of several spans", (_random(3, 2, 9001) * 4,), {"axis": -1})
 
 
 def _two_alike() -> Iterator[Case]:
@@ -111,17 +136,27 @@ def _two_alike() -> Iterator[Case]:
 
 def _half_matmul() -> Iterator[Case]:
     for dtype in DTYPES:
-        for rows in (1, 13):
-            yield Case(f"{dtype}, {rows} rows", (_random(1, rows, 131), _random(2, 19, 131, dtype=dtype)))
+        # 131 inputs go to mlx, which the kernels' blocks don't divide.
+        for rows, depth in (*((rows, depth) for depth in (160, DEEP) for rows in ROWS), (1, 131)):
+            x, w = _random(1, rows, depth), _random(2, 19, depth, dtype=dtype)
+            yield Case(f"{dtype}, {rows} rows, {depth} inputs", (x, w))
 
 
 def _ragged_attention() -> Iterator[Case]:
     held, lengths = [5, 70, 0], [1, 3, 2]
     rows, capacity = sum(lengths), 96
-    q, k, v = (_random(i, rows, heads, 1, 40) for i, heads in ((1, 6), (2, 2), (3, 2)))
-    buffers = [(_random(10 + s, 1, 2, capacity, 40), _random(20 + s, 1, 2, capacity, 40)) for s in range(len(held))]
-    for label, more in (("all keys", {}), ("window", {"window": 16}), ("sinks", {"sinks": _random(4, 6)})):
-        yield Case(label, (q, k, v, buffers, held, lengths), {"scale": 0.15} | more)
+    for dtype in DTYPES:
+        q, k, v = (_random(i, rows, heads, 1, 40, dtype=dtype) for i, heads in ((1, 6), (2, 2), (3, 2)))
+        buffers = [
+            tuple(_random(first + s, 1, 2, capacity, 40, dtype=dtype) for first in (10, 20)) for s in range(len(held))
+        ]
+        options = ("all keys", {}), ("window", {"window": 16}), ("sinks", {"sinks": _random(4, 6, dtype=dtype)})
+        for label, more in options[: 3 if dtype == mx.float32 else 1]:
+            yield Case(f"{dtype}, {label}", (q, k, v, buffers, held, lengths), {"scale": 0.15} | more)
+    # One query over more keys than a span.
+    q, k, v = (_random(i, 1, heads, 1, 40) for i, heads in ((1, 6), (2, 2), (3, 2)))
+    buffers = [(_random(10, 1, 2, 610, 40), _random(20, 1, 2, 610, 40))]
+    yield Case("600 keys", (q, k, v, buffers, [600], [1]), {"scale": 0.15, "sinks": _random(4, 6)})
 
 
 def _plain_ragged_attention(

@@ -50,16 +50,18 @@ class Status:
 
 _lock = threading.Lock()
 _status: Status | None = None
+_final = False
+"""Whether `_status` stands for the rest of the process."""
 
 
 def status() -> Status:
-    """What `enable` came to."""
+    """What the last `enable` came to; one that is allowed more, or finds more, may change it."""
     return _status or Status("no model was loaded yet")
 
 
 def expected(settings: Settings) -> bool:
     """Whether `enable` will have kernels to put to use, as far as that can be told without building or loading any."""
-    if _status is not None:
+    if _status is not None and _final:
         return bool(_status.in_use)
     if settings.kernels == "off" or not runtime.on_cpu():
         return False
@@ -85,14 +87,11 @@ def enable(
     it, an extension that isn't there yet stays away. `again`: a build that failed is tried again. Ctrl-C is all that is
     raised.
     """
-    global _status
+    global _status, _final
     with _lock:
-        if _status is not None and not (again and _status.reason):
-            return _status
-        found, final = _enable(settings, progress, cancel, may_build, again)
-        if final:
-            _status = found
-        return found
+        if _status is None or not _final or (again and _status.reason):
+            _status, _final = _enable(settings, progress, cancel, may_build, again)
+        return _status
 
 
 def _enable(

@@ -35,6 +35,9 @@ _TRIAL = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mlxinfer
 class LoadError(BuildError):
     """Why an extension that was built can't be used. A new build may be better."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "mlxinfer doctor --build-kernels")
+
 
 @cache
 def load(path: Path) -> ModuleType:
@@ -54,13 +57,31 @@ def load(path: Path) -> ModuleType:
 
 
 def check_owner(path: Path) -> None:
-    """Raise BuildError for a file that others could have put there: it is code, and runs as this user."""
+    """Raise BuildError for a file that others could have put there: it is code, and runs as this user.
+
+    Neither the file nor the folders of its build and of all builds may be another user's, root aside, or be open to
+    others' writing; in a folder with the sticky bit those can't touch what isn't theirs.
+    """
     if not hasattr(os, "geteuid"):
         return
-    found = path.stat()
-    user = os.geteuid()
-    if stat.S_IMODE(found.st_mode) & stat.S_IWOTH or (user != 0 and found.st_uid not in (0, user)):
-        raise BuildError(f"{path} belongs to another user, or every user may change it", f"rm {path}")
+    users, groups = {0, os.geteuid()}, {0, os.getegid(), *os.getgroups()}
+    for place in (path, path.parent, path.parent.parent):
+        found = place.stat()
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid not in users:
+            fix = f"rm {place}" if place is path else "set MLXINFER_KERNELS_DIR to a folder of your own"
+            raise BuildError(f"{place} belongs to another user", fix)
+        if place is not path and mode & stat.S_ISVTX:
+            continue
+        if mode & stat.S_IWOTH:
+            raise BuildError(f"{place}: every user may change it", _shut(path, place))
+        if mode & stat.S_IWGRP and found.st_gid not in groups:
+            raise BuildError(f"{place}: a group that isn't yours may change it", _shut(path, place))
+
+
+def _shut(path: Path, place: Path) -> str:
+    """What others may have changed is thrown away, not just closed to them."""
+    return f"rm {path}" if place is path else f"rm {path} && chmod go-w {place}"
 
 
 def faults(path: Path) -> dict[str, str]:

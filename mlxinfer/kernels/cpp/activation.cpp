@@ -1,5 +1,3 @@
-#include <stdexcept>
-
 #include "bindings.h"
 #include "view.h"
 
@@ -38,12 +36,11 @@ mx::array gate(const char* name, const mx::array& g, const mx::array& x, Plain p
     parallel_for(size, 16384, [&](int64_t begin, int64_t end) { (table().activation.*kernel)(args, begin, end); });
   };
   auto fallback = [plain, s](const Arrays& in) { return plain(in, s); };
-  auto allocate = [](const Arrays& in, Arrays& out) {
-    // a compiled call for any shape can change after `fits`
-    if (in[0].shape() != in[1].shape()) throw std::invalid_argument("gate and x must have the same shape");
-    take_over_first(in, out);
+  auto shapes = [name](const Arrays& in) {
+    if (in[0].shape() != in[1].shape()) no_longer_fits(name);
+    return like_first(in);
   };
-  return make(*stream, g.shape(), g.dtype(), {name, fallback, run, {}, allocate, true}, {g, x});
+  return make(*stream, g.shape(), g.dtype(), {name, fallback, run, {}, take_over_first, shapes}, {g, x});
 }
 
 mx::array silu_mul(const mx::array& g, const mx::array& x, mx::StreamOrDevice s) {

@@ -79,6 +79,17 @@ void check(const mx::array& q, const mx::array& k, const mx::array& v, const std
     refuse("lengths sum to " + std::to_string(rows) + ", but there are " + std::to_string(q.shape(0)) + " rows");
 }
 
+// The outputs' shapes. A call compiled for any shape may meet buffers of another capacity, all else has to be the same.
+std::vector<mx::Shape> output_shapes(const Arrays& in, const Steps& steps) {
+  std::vector<Pair> buffers;
+  for (size_t i = steps.buffers(); i + 1 < in.size(); i += 2) buffers.emplace_back(in[i], in[i + 1]);
+  check(in[0], in[1], in[2], buffers, steps.held, steps.lengths, std::nullopt,
+        steps.sinks ? std::optional(in[3]) : std::nullopt);
+  std::vector<mx::Shape> shapes{{in[0].shape(0), in[0].shape(1), 1, in[2].shape(3)}};
+  for (size_t i = steps.buffers(); i < in.size(); i++) shapes.push_back(in[i].shape());
+  return shapes;
+}
+
 // ---- with mlx's operations -------------------------------------------------------------------------------------
 
 // [rows, heads, 1, dim] → [1, heads, rows, dim] of one sequence.
@@ -212,8 +223,7 @@ std::pair<mx::array, std::vector<Pair>> ragged_attention(
     out = with_mlx(inputs, steps, stream);
   } else {
     if (sinks) inputs[3] = rows_in_order(inputs[3], stream);
-    std::vector<mx::Shape> shapes{{q.shape(0), q.shape(1), 1, v.shape(3)}};
-    for (size_t i = steps.buffers(); i < inputs.size(); i++) shapes.push_back(inputs[i].shape());
+    const auto shapes = output_shapes(inputs, steps);
     std::vector<double> key{scale, double(steps.window), double(steps.sinks)};
     key.insert(key.end(), held.begin(), held.end());
     key.insert(key.end(), lengths.begin(), lengths.end());
@@ -221,7 +231,8 @@ std::pair<mx::array, std::vector<Pair>> ragged_attention(
               [steps, stream](const Arrays& in) { return with_mlx(in, steps, stream); },
               [steps](const Arrays& in, Arrays& out) { run(in, out, steps); },
               key,
-              [first = steps.buffers()](const Arrays& in, Arrays& out) { allocate(in, out, first); }};
+              [first = steps.buffers()](const Arrays& in, Arrays& out) { allocate(in, out, first); },
+              [steps](const Arrays& in) { return output_shapes(in, steps); }};
     out = make_all(stream, shapes, std::vector<mx::Dtype>(shapes.size(), q.dtype()), call, inputs);
   }
   std::vector<Pair> taken;

@@ -82,50 +82,10 @@ static void apply_mask(
 }
 
 // e^x of a score less the maximum: x is at most 0, or NaN. 2 ulp, and 0 below 2^-125; e^0 is 1.
-static inline vf exp_down(vf x) {
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, left in the lowest bits
-  const vf shifted = fma(x, splat(1.44269504f), magic);
-  const vf n = shifted - magic;
-  vf r = fma(n, splat(-0.693145752f), x);
-  r = fma(n, splat(-1.42860677e-6f), r);
-  vf p = splat(1.98756910e-4f);
-  p = fma(p, r, splat(1.39819994e-3f));
-  p = fma(p, r, splat(8.33345205e-3f));
-  p = fma(p, r, splat(4.16657962e-2f));
-  p = fma(p, r, splat(1.66666657e-1f));
-  p = fma(p, r, splat(0.5f));
-  p = fma(p, r * r, r + 1.0f);
-  const vf y = as_float(as_bits(p) + (as_bits(shifted) << 23));
-  return x < splat(-86.6f) ? vf{} : y + (x - x);
-}
+static inline vf exp_down(vf x) { return x < splat(-86.6f) ? vf{} : exp_normal(x) + (x - x); }
 
 // e^(x - shift) and 1 where they are equal, which it would be but for infinities.
 static inline float shrink(float x, float shift) { return x == shift ? 1.0f : exp_down(splat(x - shift))[0]; }
-
-static inline float highest(vf x) {
-  vf y = x;
-#if defined(__AVX512F__)
-  y = KERNELS_SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  x = y > x ? y : x;
-  y = KERNELS_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-  x = y > x ? y : x;
-  y = KERNELS_SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  x = y > x ? y : x;
-  y = KERNELS_SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-#elif defined(__AVX2__)
-  y = KERNELS_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
-  x = y > x ? y : x;
-  y = KERNELS_SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
-  x = y > x ? y : x;
-  y = KERNELS_SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
-#else
-  y = KERNELS_SHUFFLE(x, x, 2, 3, 0, 1);
-  x = y > x ? y : x;
-  y = KERNELS_SHUFFLE(x, x, 1, 0, 3, 2);
-#endif
-  x = y > x ? y : x;
-  return x[0];
-}
 
 // One row of scores → weights, in place. The running maximum and sum move on; returns by what the running output has
 // to be multiplied.
@@ -136,7 +96,7 @@ static inline float exponentiate_row(float* scores, float* running_maximum, floa
     const vf x = load(scores + key);
     most = x > most ? x : most;  // never NaN
   }
-  const float before = *running_maximum, here = highest(most), maximum = here > before ? here : before;
+  const float before = *running_maximum, here = max_of(most), maximum = here > before ? here : before;
   // -inf - -inf: nothing seen so far, or only scores of -inf
   const float shift = maximum == -__builtin_inff() ? 0.0f : maximum;
   const float factor = shrink(before, shift);

@@ -14,7 +14,7 @@ constexpr int64_t ATTENTION_ROWS = 96;
 enum MaskKind : int { NO_MASK, BOOL_MASK, ADDED_MASK };
 
 // softmax(q k^T * scale + mask) v for one sequence. Strides are in elements; the last axis of q, k, v and out has none.
-// Hidden keys and their values are never looked at, so that NaN there stays there.
+// What lies in hidden keys and their values, NaN and infinity too, has no part in the result.
 struct AttentionArgs {
   const void* q;
   const void* k;
@@ -57,7 +57,7 @@ struct AttentionTable {
   int64_t (*state)(const AttentionArgs&, int64_t rows);
   // The whole of a tile, into out.
   void (*attend)(const AttentionArgs&, const AttentionTile&, float* scratch);
-  // One span of it, into a state; and the states of the spans [begin, end), in order, into out.
+  // One span of it, into a state; and the states of the first `spans` spans, in order, into out.
   void (*attend_span)(const AttentionArgs&, const AttentionTile&, int64_t span, float* state, float* scratch);
   void (*combine)(const AttentionArgs&, const AttentionTile&, int64_t spans, float* states, float* scratch);
 };

@@ -4,12 +4,6 @@ namespace ISA {
 
 using kernels::ATTENTION_BLOCK;
 
-#if defined(__clang__) || __GNUC__ >= 12
-#define KERNELS_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define KERNELS_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
-#endif
-
 // a0 b0 a1 b1 ...
 static inline void zip(vf a, vf b, vf* low, vf* high) {
 #if defined(__AVX512F__)

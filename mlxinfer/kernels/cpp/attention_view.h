@@ -1,30 +1,11 @@
 // Arrays of four axes as attention reads them: by their strides, as long as the last axis is dense.
 #pragma once
 
-#include <cstring>
 #include <vector>
 
-#include "kernel.h"
+#include "view.h"
 
 namespace kernels {
-
-// The elements of `a`, [., ., ., .], in row order.
-inline void copy_in_order(const mx::array& a, char* to) {
-  const int64_t size = a.itemsize();
-  if (a.flags().row_contiguous) {
-    std::memcpy(to, a.data<char>(), a.nbytes());
-    return;
-  }
-  const bool dense = a.strides(3) == 1;
-  for (int64_t i = 0; i < a.shape(0); i++)
-    for (int64_t j = 0; j < a.shape(1); j++)
-      for (int64_t l = 0; l < a.shape(2); l++) {
-        const char* row = a.data<char>() + (i * a.strides(0) + j * a.strides(1) + l * a.strides(2)) * size;
-        const int64_t step = dense ? a.shape(3) : 1;
-        for (int64_t d = 0; d < a.shape(3); d += step, to += step * size)
-          std::memcpy(to, row + d * a.strides(3) * size, step * size);
-      }
-}
 
 class View {
  public:

@@ -27,9 +27,14 @@ struct Call {
   std::vector<double> key;
   // Optional: gives the outputs their memory, instead of malloc for each; for an output that takes over an input.
   std::function<void(const Arrays& inputs, Arrays& outputs)> allocate = {};
-  // The output has the shape of the first input, whatever that is; shapeless compilation asks.
-  bool like_first = false;
+  // What a call compiled for any shape gives for these inputs; throws where they no longer fit. mlx asks before it runs
+  // one, and nothing else looks at sizes then: `run` takes them from the arrays, and trusts them.
+  std::function<std::vector<mx::Shape>(const Arrays& inputs)> shapes = {};
 };
+
+// For `Call::shapes`.
+[[noreturn]] void no_longer_fits(const char* what);
+inline std::vector<mx::Shape> like_first(const Arrays& inputs) { return {inputs[0].shape()}; }
 
 class Kernel : public mx::Primitive {
  public:

@@ -1,5 +1,3 @@
-#include <stdexcept>
-
 #include "bindings.h"
 #include "view.h"
 
@@ -26,17 +24,15 @@ static mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& we
     // 5 us of work
     parallel_for(rows, 1 + 32768 / dim, [&](int64_t begin, int64_t end) { table().norm.rms_norm(args, begin, end); });
   };
-  auto allocate = [](const Arrays& in, Arrays& out) {
-    // a compiled call for any shape can change after `fits`
-    if (in.size() > 1 && in[1].size() != static_cast<size_t>(in[0].shape(-1)))
-      throw std::invalid_argument("[rms_norm] The weight no longer fits the call that was compiled.");
-    take_over_first(in, out);
+  auto shapes = [](const Arrays& in) {
+    if (in.size() > 1 && in[1].shape(0) != in[0].shape(-1)) no_longer_fits("rms_norm");
+    return like_first(in);
   };
-  return make(*stream, x.shape(), x.dtype(), {"RMSNormCPU", plain, run, {eps}, allocate, true}, inputs);
+  return make(*stream, x.shape(), x.dtype(), {"RMSNormCPU", plain, run, {eps}, take_over_first, shapes}, inputs);
 }
 
 void bind_norm(nb::module_& m) {
-  m.def("rms_norm", &rms_norm, nb::arg(), nb::arg("weight").none(), nb::arg("eps"), nb::kw_only(),
+  m.def("rms_norm", &rms_norm, nb::arg("x"), nb::arg("weight").none(), nb::arg("eps"), nb::kw_only(),
         nb::arg("stream") = nb::none());
 }
 

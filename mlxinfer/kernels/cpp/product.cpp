@@ -8,7 +8,7 @@
 namespace kernels {
 namespace {
 
-constexpr int64_t MIN_ROWS_TO_SPLIT = 65536;  // elements of x from which on packing is worth another thread
+constexpr int64_t MIN_ELEMENTS_TO_SPLIT = 65536;  // elements of x from which on packing is worth another thread
 
 // A row of x is read many times: not with vectors that lie across two lines of the cache, which costs two accesses.
 constexpr size_t LINE = 64;
@@ -38,22 +38,27 @@ std::optional<Format> affine_format(int bits) {
 
 bool packs_halves(Format format) { return format == AFFINE4 || format == FP4; }
 
+// The result's, of x times the transpose of w.
+mx::Shape product_shape(const mx::array& x, const mx::array& w) {
+  mx::Shape shape = x.shape();
+  shape.back() = w.shape(0);
+  return shape;
+}
+
 mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::array& scales,
                            const std::optional<mx::array>& biases, bool transpose, std::optional<int> group_size,
                            std::optional<int> bits, const std::string& mode, mx::StreamOrDevice s) {
+  auto plan = plan_product(x, w, scales, biases, {group_size, bits, mode, transpose}, 2);
   auto plain = [=](const Arrays& in) -> Arrays {
+    // mlx's own divides by the number of rows
+    if (plan && in[0].size() == 0) return {mx::zeros(product_shape(in[0], in[1]), plan->dtype, s)};
     return {mx::quantized_matmul(in[0], in[1], in[2], in.size() > 3 ? std::optional(in[3]) : std::nullopt, transpose,
                                  group_size, bits, mode, s)};
   };
   Arrays inputs{x, w, scales};
   if (biases) inputs.push_back(*biases);
   auto stream = cpu_stream(s);
-  auto plan = plan_product(x, w, scales, biases, {group_size, bits, mode, transpose}, 2);
   if (!stream || !plan) return plain(inputs)[0];
-  mx::Shape shape = x.shape();
-  shape.back() = w.shape(0);
-  // mlx's own divides by the number of rows
-  if (x.size() == 0) return mx::zeros(shape, plan->dtype, *stream);
   for (auto& a : inputs) a = rows_in_order(a, *stream);
   auto run = [plan = *plan](const Arrays& in, Arrays& out) {
     PackedRows rows(in[0], plan);
@@ -62,7 +67,11 @@ mx::array quantized_matmul(const mx::array& x, const mx::array& w, const mx::arr
     multiply(&args, 1);
   };
   const std::vector<double> key{double(plan->format), double(plan->group)};
-  return make(*stream, shape, plan->dtype, {"QuantizedMatmulCPU", plain, run, key}, inputs);
+  auto shapes = [fits = StillFits(inputs)](const Arrays& in) -> std::vector<mx::Shape> {
+    if (!fits(in)) no_longer_fits("quantized_matmul");
+    return {product_shape(in[0], in[1])};
+  };
+  return make(*stream, product_shape(x, w), plan->dtype, {"QuantizedMatmulCPU", plain, run, key, {}, shapes}, inputs);
 }
 
 mx::array half_matmul(const mx::array& x, const mx::array& w, mx::StreamOrDevice s) {
@@ -82,10 +91,13 @@ mx::array half_matmul(const mx::array& x, const mx::array& w, mx::StreamOrDevice
     args.x = rows.data();
     multiply(&args, 1);
   };
-  mx::Shape shape = x.shape();
-  shape.back() = w.shape(0);
-  return make(*stream, shape, mx::float32, {"HalfMatmulCPU", plain, run, {double(format)}},
-              {rows_in_order(x, *stream), rows_in_order(w, *stream)});
+  Arrays inputs{rows_in_order(x, *stream), rows_in_order(w, *stream)};
+  auto shapes = [fits = StillFits(inputs)](const Arrays& in) -> std::vector<mx::Shape> {
+    if (!fits(in)) no_longer_fits("half_matmul");
+    return {product_shape(in[0], in[1])};
+  };
+  return make(*stream, product_shape(x, w), mx::float32,
+              {"HalfMatmulCPU", plain, run, {double(format)}, {}, shapes}, inputs);
 }
 
 }  // namespace
@@ -118,6 +130,20 @@ std::optional<ProductPlan> plan_product(const mx::array& x, const mx::array& w, 
   return ProductPlan{*format, static_cast<ScaleType>(*scale_type), group, mx::result_type(x, scales)};
 }
 
+StillFits::StillFits(const Arrays& inputs) {
+  for (const auto& a : inputs) last_.push_back(a.shape(-1));
+}
+
+bool StillFits::operator()(const Arrays& inputs) const {
+  const auto& w = inputs[1];
+  for (size_t i = 0; i < last_.size(); i++) {
+    if (inputs[i].ndim() == 0 || inputs[i].shape(-1) != last_[i]) return false;
+    for (int axis = 0; i > 1 && axis + 1 < static_cast<int>(w.ndim()); axis++)
+      if (inputs[i].shape(axis) != w.shape(axis)) return false;
+  }
+  return w.size() > 0;
+}
+
 ProductArgs product_args(const ProductPlan& plan, const mx::array& x, const mx::array& w, const mx::array* scales,
                          const mx::array* biases, mx::array& y) {
   ProductArgs args{};
@@ -146,7 +172,7 @@ PackedRows::PackedRows(const mx::array& x, const ProductPlan& plan) {
   float* packed = own_.get() + (-reinterpret_cast<uintptr_t>(own_.get()) % LINE) / sizeof(float);
   data_ = packed;
   PackArgs args{x.data<void>(), *type_of(x.dtype()), packed, depth, plan.format};
-  parallel_for(rows, 1 + MIN_ROWS_TO_SPLIT / depth,
+  parallel_for(rows, 1 + MIN_ELEMENTS_TO_SPLIT / depth,
                [&](int64_t begin, int64_t end) { table().product.pack(args, begin, end); });
 }
 

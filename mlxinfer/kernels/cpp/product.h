@@ -26,6 +26,17 @@ struct ProductPlan {
 std::optional<ProductPlan> plan_product(const mx::array& x, const mx::array& w, const mx::array& scales,
                                         const std::optional<mx::array>& biases, const Quantization& how, int w_dims);
 
+// Whether the inputs x, w and, where there are any, scales and biases of a call compiled for any shape still go
+// together: only the rows of x, and those of w and what belongs to it, may be others than when the call was planned.
+class StillFits {
+ public:
+  explicit StillFits(const Arrays& inputs);
+  bool operator()(const Arrays& inputs) const;
+
+ private:
+  std::vector<int> last_;  // every input's last axis
+};
+
 // Pointers and sizes of evaluated arrays; the rows of x are still to be packed.
 ProductArgs product_args(const ProductPlan& plan, const mx::array& x, const mx::array& w, const mx::array* scales,
                          const mx::array* biases, mx::array& y);

@@ -21,7 +21,7 @@ static inline vu load_bytes(const uint8_t* p) {
 #endif
 }
 
-// `shift` + lane * `step`, lane by lane.
+// `start` + lane * `step`, lane by lane.
 static inline vu counting(int start, int step) {
   vu out;
   for (int i = 0; i < W; i++) out[i] = static_cast<uint32_t>(start + i * step);

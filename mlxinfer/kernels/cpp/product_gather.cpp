@@ -89,6 +89,23 @@ mx::array all_batches(const mx::array& a, mx::Stream stream) {
   return mx::reshape(mx::arange(0, count, mx::uint32, stream), shape, stream);
 }
 
+// As uint32; what it can't hold becomes its largest number, which is an index of nothing.
+mx::array narrow(const mx::array& indices, mx::Stream stream) {
+  if (indices.itemsize() < 8) return mx::astype(indices, mx::uint32, stream);
+  const mx::array outside(int64_t{UINT32_MAX}, indices.dtype());
+  auto within = mx::minimum(indices, outside, stream);
+  if (indices.dtype() == mx::int64)
+    within = mx::where(mx::less(indices, mx::array(int64_t{0}), stream), outside, within, stream);
+  return mx::astype(within, mx::uint32, stream);
+}
+
+mx::Shape gathered_shape(const mx::array& x, const mx::array& w, const mx::array& indices) {
+  mx::Shape shape = indices.shape();
+  shape.push_back(x.shape(-2));
+  shape.push_back(w.shape(-2));
+  return shape;
+}
+
 mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& scales,
                      const std::optional<mx::array>& biases, const std::optional<mx::array>& lhs_indices,
                      const std::optional<mx::array>& rhs_indices, bool transpose, std::optional<int> group_size,
@@ -102,23 +119,31 @@ mx::array gather_qmm(const mx::array& x, const mx::array& w, const mx::array& sc
     return mx::gather_qmm(x, w, scales, biases, lhs_indices, rhs_indices, transpose, group_size, bits, mode,
                           global_scale, sorted_indices, s);
   auto indices_of = [&](const std::optional<mx::array>& given, const mx::array& a) {
-    return mx::astype(given ? *given : all_batches(a, *stream), mx::uint32, *stream);
+    return given ? narrow(*given, *stream) : all_batches(a, *stream);
   };
   auto indices = mx::broadcast_arrays({indices_of(lhs_indices, x), indices_of(rhs_indices, w)}, *stream);
-  auto plain = [=](const Arrays& in) -> Arrays {
+  auto plain = [=, dtype = plan->dtype](const Arrays& in) -> Arrays {
+    // mlx's own divides by the number of rows
+    if (in[0].size() == 0) return {mx::full(gathered_shape(in[0], in[1], in[3]), NAN, dtype, s)};
     return {mx::gather_qmm(in[0], in[1], in[2], in.size() > 5 ? std::optional(in[5]) : std::nullopt, in[3], in[4],
                            transpose, group_size, bits, mode, std::nullopt, sorted_indices, s)};
   };
-  mx::Shape shape = indices[0].shape();
-  shape.push_back(x.shape(-2));
-  shape.push_back(w.shape(-2));
-  if (x.size() == 0 || indices[0].size() == 0) return mx::full(shape, x.size() ? 0.0f : NAN, plan->dtype, *stream);
   Arrays inputs{x, w, scales, indices[0], indices[1]};
   if (biases) inputs.push_back(*biases);
+  auto weights_of = [](const Arrays& in) {
+    Arrays out{in[0], in[1], in[2]};
+    if (in.size() > 5) out.push_back(in[5]);
+    return out;
+  };
+  auto shapes = [weights_of, fits = StillFits(weights_of(inputs))](const Arrays& in) -> std::vector<mx::Shape> {
+    if (!fits(weights_of(in)) || in[3].shape() != in[4].shape()) no_longer_fits("gather_qmm");
+    return {gathered_shape(in[0], in[1], in[3])};
+  };
   for (auto& a : inputs) a = rows_in_order(a, *stream);
   auto run = [plan = *plan](const Arrays& in, Arrays& out) { run_gathered(plan, in, out); };
   const std::vector<double> key{double(plan->format), double(plan->group)};
-  return make(*stream, shape, plan->dtype, {"GatherQMMCPU", plain, run, key}, inputs);
+  return make(*stream, gathered_shape(x, w, indices[0]), plan->dtype,
+              {"GatherQMMCPU", plain, run, key, {}, shapes}, inputs);
 }
 
 }  // namespace

@@ -2,16 +2,15 @@
 #include <limits>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 
 #include "bindings.h"
-#include "mlx/allocator.h"
 #include "view.h"
 
 namespace kernels {
 namespace {
 
 using Offset = std::variant<int, mx::array>;
+using GivenOffset = std::variant<bool, int, double, mx::array>;
 
 // What one position turns each pair by (see RopeArgs).
 struct Frequencies {
@@ -92,10 +91,11 @@ bool fits(const mx::array& x, const Options& o, const Offset& offset, const std:
 }
 
 // What a compiled call for any shape can change after `fits`.
-void check(const Arrays& in, const Options& o, bool offset_array, size_t freqs) {
-  const bool enough = in[0].ndim() >= 3 && o.dims <= in[0].shape(-1) && in.back().size() >= freqs &&
+std::vector<mx::Shape> shapes(const Arrays& in, const Options& o, bool offset_array, size_t freqs) {
+  const bool enough = in[0].ndim() >= 3 && o.dims <= in[0].shape(-1) && (freqs == 0 || in.back().size() == freqs) &&
                       (!offset_array || in[1].size() == 1 || in[1].size() == static_cast<size_t>(in[0].shape(0)));
-  if (!enough) throw std::invalid_argument("[rope] The inputs no longer fit the call that was compiled.");
+  if (!enough) no_longer_fits("rope");
+  return like_first(in);
 }
 
 void run(const mx::array& x, const std::vector<int64_t>& offsets, const Options& o, const Frequencies& f,
@@ -133,8 +133,17 @@ void run(const mx::array& x, const std::vector<int64_t>& offsets, const Options&
                [&](int64_t begin, int64_t end) { table().rope.rope(a, begin, end); });
 }
 
+// mlx takes what isn't an int for an array, and refuses that by its dtype.
+Offset as_offset(const GivenOffset& given) {
+  if (auto* number = std::get_if<int>(&given)) return *number;
+  if (auto* flag = std::get_if<bool>(&given)) return mx::array(*flag);
+  if (auto* real = std::get_if<double>(&given)) return mx::array(static_cast<float>(*real));
+  return std::get<mx::array>(given);
+}
+
 mx::array rope(const mx::array& x, int dims, bool traditional, std::optional<float> base, float scale,
-               const Offset& offset, const std::optional<mx::array>& freqs, mx::StreamOrDevice s) {
+               const GivenOffset& given, const std::optional<mx::array>& freqs, mx::StreamOrDevice s) {
+  const Offset offset = as_offset(given);
   const Options o{dims, traditional, base, scale};
   const auto fixed = std::holds_alternative<int>(offset) ? std::optional(std::get<int>(offset)) : std::nullopt;
   Arrays inputs{x};
@@ -151,20 +160,17 @@ mx::array rope(const mx::array& x, int dims, bool traditional, std::optional<flo
         offsets[i] = in[1].data<int32_t>()[in[1].size() > 1 ? static_cast<int64_t>(i) * in[1].strides(0) : 0];
     run(in[0], offsets, o, shared ? *shared : from_array(in.back(), o.scale), out[0]);
   };
-  auto allocate = [o, fixed, pairs = freqs ? dims / 2 : 0](const Arrays& in, Arrays& out) {
-    check(in, o, !fixed, pairs);
-    out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
-  };
+  auto infer = [o, fixed, pairs = freqs ? dims / 2 : 0](const Arrays& in) { return shapes(in, o, !fixed, pairs); };
   auto fallback = [o, fixed, s](const Arrays& in) -> Arrays { return {plain(in, o, fixed, s)}; };
   std::vector<double> key{double(dims), double(traditional), base.value_or(0), scale, double(fixed.value_or(0)),
                           double(fixed.has_value()), double(freqs.has_value())};
-  return make(*stream, x.shape(), x.dtype(), {"RoPECPU", fallback, evaluate, key, allocate, true}, inputs);
+  return make(*stream, x.shape(), x.dtype(), {"RoPECPU", fallback, evaluate, key, {}, infer}, inputs);
 }
 
 }  // namespace
 
 void bind_rope(nb::module_& m) {
-  m.def("rope", &rope, nb::arg(), nb::arg("dims"), nb::kw_only(), nb::arg("traditional"), nb::arg("base").none(),
+  m.def("rope", &rope, nb::arg("a"), nb::arg("dims"), nb::kw_only(), nb::arg("traditional"), nb::arg("base").none(),
         nb::arg("scale"), nb::arg("offset"), nb::arg("freqs") = nb::none(), nb::arg("stream") = nb::none());
 }
 

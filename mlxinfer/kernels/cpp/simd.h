@@ -90,24 +90,45 @@ static inline float sum(vf x) {
   return lanes[0];
 }
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define KERNELS_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define KERNELS_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#endif
+
 // The largest lane. NaNs may be passed over or come out: look for them elsewhere.
 static inline float max_of(vf x) {
-  float lanes[W];
-  store(lanes, x);
-  for (int width = W / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] = lanes[i + width] > lanes[i] ? lanes[i + width] : lanes[i];
-  return lanes[0];
+  vf y = x;
+#if defined(__AVX512F__)
+  y = KERNELS_SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x = y > x ? y : x;
+  y = KERNELS_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  x = y > x ? y : x;
+  y = KERNELS_SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  x = y > x ? y : x;
+  y = KERNELS_SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+#elif defined(__AVX2__)
+  y = KERNELS_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+  x = y > x ? y : x;
+  y = KERNELS_SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
+  x = y > x ? y : x;
+  y = KERNELS_SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
+#else
+  y = KERNELS_SHUFFLE(x, x, 2, 3, 0, 1);
+  x = y > x ? y : x;
+  y = KERNELS_SHUFFLE(x, x, 1, 0, 3, 2);
+#endif
+  x = y > x ? y : x;
+  return x[0];
 }
 
-// e^x to 2 ulp. -inf gives 0, +inf and what overflows inf, NaN NaN; results below 2^-126 are 0.
-static inline vf vexp(vf x) {
-  const vf low = splat(-87.33654f), high = splat(88.72283f);
-  vf c = vmin(vmax(x, low), high);  // NaN becomes low
-  // n = round(c / ln 2), by the rounding of an addition at 1.5 * 2^23, which leaves n in the last bits of `shifted`
+// e^x to 2 ulp where that is a normal number; anything elsewhere.
+static inline vf exp_normal(vf x) {
+  // n = round(x / ln 2), by the rounding of an addition at 1.5 * 2^23, which leaves n in the last bits of `shifted`
   const vf magic = splat(12582912.0f);
-  vf shifted = fma(c, splat(1.44269504f), magic);
-  vf n = shifted - magic;
-  vf r = fma(n, splat(-0.693145752f), c);
+  const vf shifted = fma(x, splat(1.44269504f), magic);
+  const vf n = shifted - magic;
+  vf r = fma(n, splat(-0.693145752f), x);
   r = fma(n, splat(-1.42860677e-6f), r);
   vf p = splat(1.98756910e-4f);
   p = fma(p, r, splat(1.39819994e-3f));
@@ -116,8 +137,14 @@ static inline vf vexp(vf x) {
   p = fma(p, r, splat(1.66666657e-1f));
   p = fma(p, r, splat(0.5f));
   p = fma(p, r * r, r + 1.0f);
-  // p * 2^n by way of the exponent: between low and high it stays that of a normal number
-  vf y = as_float(as_bits(p) + (as_bits(shifted) << 23));
+  // p * 2^n by way of the exponent
+  return as_float(as_bits(p) + (as_bits(shifted) << 23));
+}
+
+// e^x to 2 ulp. -inf gives 0, +inf and what overflows inf, NaN NaN; results below 2^-126 are 0.
+static inline vf vexp(vf x) {
+  const vf low = splat(-87.33654f), high = splat(88.72283f);
+  vf y = exp_normal(vmin(vmax(x, low), high));  // NaN becomes low
   y = select(x > high, splat(__builtin_inff()), y);
   y = select(x < low, vf{}, y);
   return select(x == x, y, x);

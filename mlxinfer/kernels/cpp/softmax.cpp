@@ -1,4 +1,6 @@
 // logsumexp and softmax along the last axis.
+#include <stdexcept>
+
 #include "bindings.h"
 #include "view.h"
 
@@ -54,11 +56,16 @@ mx::array logsumexp(const mx::array& a, const Axes& axes, bool keepdims, mx::Str
     return mx::logsumexp(a, std::get<std::vector<int>>(axes), keepdims, s);
   }
   auto fallback = [keepdims, s](const Arrays& in) -> Arrays { return {mx::logsumexp(in[0], -1, keepdims, s)}; };
-  auto shape = a.shape();
-  shape.pop_back();
-  if (keepdims) shape.push_back(1);
   auto evaluate = [](const Arrays& in, Arrays& out) { run(true, in[0], out[0]); };
-  return make(*stream, shape, a.dtype(), {"LogSumExpCPU", fallback, evaluate, {double(keepdims)}}, {a});
+  auto shapes = [keepdims](const Arrays& in) -> std::vector<mx::Shape> {
+    if (in[0].size() == 0) throw std::invalid_argument("[logsumexp] Received empty array.");  // as mlx's own does
+    auto shape = in[0].shape();
+    shape.pop_back();
+    if (keepdims) shape.push_back(1);
+    return {shape};
+  };
+  return make(*stream, shapes({a})[0], a.dtype(), {"LogSumExpCPU", fallback, evaluate, {double(keepdims)}, {}, shapes},
+              {a});
 }
 
 mx::array softmax(const mx::array& a, const Axes& axes, bool precise, mx::StreamOrDevice s) {
@@ -71,7 +78,7 @@ mx::array softmax(const mx::array& a, const Axes& axes, bool precise, mx::Stream
   auto fallback = [precise, s](const Arrays& in) -> Arrays { return {mx::softmax(in[0], -1, precise, s)}; };
   auto evaluate = [](const Arrays& in, Arrays& out) { run(false, in[0], out[0]); };
   return make(*stream, a.shape(), a.dtype(),
-              {"SoftmaxCPU", fallback, evaluate, {double(precise)}, take_over_first, true}, {a});
+              {"SoftmaxCPU", fallback, evaluate, {double(precise)}, take_over_first, like_first}, {a});
 }
 
 }  // namespace

@@ -33,20 +33,30 @@ bool RowView::follow(const mx::array& a) {
 
 RowView::RowView(const mx::array& a, Packed) { pack(a); }
 
-// Element by element: for views that no model makes.
 void RowView::pack(const mx::array& a) {
-  const size_t size = a.itemsize();
-  packed_.resize(a.size() * size);
-  std::vector<int64_t> at(a.ndim(), 0);
-  const char* from = a.data<char>();
-  for (size_t i = 0; i < a.size(); i++) {
-    int64_t offset = 0;
-    for (int axis = 0; axis < static_cast<int>(a.ndim()); axis++) offset += at[axis] * a.strides(axis);
-    std::memcpy(packed_.data() + i * size, from + offset * static_cast<int64_t>(size), size);
-    for (int axis = static_cast<int>(a.ndim()) - 1; axis >= 0 && ++at[axis] == a.shape(axis); axis--) at[axis] = 0;
-  }
+  packed_.resize(a.nbytes());
+  copy_in_order(a, packed_.data());
   const int64_t dim = a.shape(-1);
   rows_ = {packed_.data(), 1, {static_cast<int64_t>(a.size()) / dim}, {dim}};
+}
+
+void copy_in_order(const mx::array& a, char* to) {
+  const int64_t size = a.itemsize();
+  if (a.size() == 0) return;
+  if (a.ndim() == 0 || a.flags().row_contiguous) {
+    std::memcpy(to, a.data<char>(), a.nbytes());
+    return;
+  }
+  const int last = static_cast<int>(a.ndim()) - 1;
+  const int64_t dim = a.shape(last), run = a.strides(last) == 1 ? dim : 1;
+  std::vector<int64_t> at(last, 0);
+  for (int64_t rows = static_cast<int64_t>(a.size()) / dim; rows > 0; rows--) {
+    int64_t start = 0;
+    for (int axis = 0; axis < last; axis++) start += at[axis] * a.strides(axis);
+    for (int64_t i = 0; i < dim; i += run, to += run * size)
+      std::memcpy(to, a.data<char>() + (start + i * a.strides(last)) * size, run * size);
+    for (int axis = last - 1; axis >= 0 && ++at[axis] == a.shape(axis); axis--) at[axis] = 0;
+  }
 }
 
 void take_over_first(const Arrays& inputs, Arrays& outputs) {

@@ -28,6 +28,9 @@ class RowView {
   std::vector<char> packed_;
 };
 
+// The elements of `a` in row order.
+void copy_in_order(const mx::array& a, char* to);
+
 // For `Call::allocate`, where out[i] needs nothing but in[i]: the first output takes over the first input's memory when
 // nobody else holds it.
 void take_over_first(const Arrays& inputs, Arrays& outputs);

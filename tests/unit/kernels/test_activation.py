@@ -137,5 +137,5 @@ def test_compiled_for_any_shape(kernels: ModuleType) -> None:
     for rows in (1, 5):
         gate, x = normal(rows, (rows, 24)), normal(rows + 1, (rows, 24))
         assert row_error(compiled(gate, x), reference("silu_mul", gate, x)) <= TOLERANCE
-    with pytest.raises(ValueError, match="same shape"):
+    with pytest.raises(ValueError, match="no longer fit"):
         mx.eval(compiled(mx.ones((5, 24)), mx.ones((1, 24))))

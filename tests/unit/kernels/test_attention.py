@@ -318,3 +318,37 @@ def test_invalid_arguments_raise_what_mlx_raises(
     # mlx doesn't look at every argument; what it takes is for it to answer.
     assert len(raised) in (0, 2)
     assert len(set(raised)) <= 1
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_sinks_count_where_a_query_is_split_over_its_keys(kernels: ModuleType, queries: int) -> None:
+    rng = np.random.default_rng(10)
+    q, k, v = normal(rng, 1, 2, queries, 32), normal(rng, 1, 1, 8192, 32), normal(rng, 1, 1, 8192, 32)
+    sinks = mx.array([9.0, -1.0])
+    out = kernels.scaled_dot_product_attention(q, k, v, scale=0.2, sinks=sinks)
+    assert_close(out, reference(plain(q), plain(k), plain(v), 0.2, sinks=plain(sinks)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("queries", [1, 3, 40])
+@pytest.mark.parametrize("place", [0, 31, 32, 39])
+def test_any_element_of_a_hidden_value_may_be_nan(kernels: ModuleType, bad: float, queries: int, place: int) -> None:
+    rng = np.random.default_rng(11)
+    q, k, v = (plain(normal(rng, 1, 1, n, 40)) for n in (queries, 70, 70))
+    visible = rng.random((queries, 70)) < 0.5
+    visible[:, 3], visible[:, 5] = False, True
+    k[0, 0, 3, place] = v[0, 0, 3, place] = bad
+    out = kernels.scaled_dot_product_attention(mx.array(q), mx.array(k), mx.array(v), scale=0.3, mask=flags(visible))
+    k[0, 0, 3], v[0, 0, 3] = 0, 0
+    assert_close(out, reference(q, k, v, 0.3, visible))
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 39])
+def test_any_element_of_a_seen_value_that_is_nan_shows(kernels: ModuleType, place: int) -> None:
+    rng = np.random.default_rng(12)
+    for queries in (1, 3, 40):
+        q, k, v = (plain(normal(rng, 1, 1, n, 40)) for n in (queries, 70, 70))
+        v[0, 0, 3, place] = np.nan
+        out = plain(kernels.scaled_dot_product_attention(mx.array(q), mx.array(k), mx.array(v), scale=0.3))
+        assert np.isnan(out[..., place]).all()
+        assert np.isfinite(np.delete(out, place, -1)).all()

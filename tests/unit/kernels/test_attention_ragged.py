@@ -310,3 +310,51 @@ def test_arguments_that_do_not_fit_are_refused(kernels: ModuleType, change: dict
     q, k, v = (arguments.pop(n) for n in "qkv")
     with pytest.raises(ValueError, match=message):
         kernels.ragged_attention(q, k, v, **arguments, scale=1.0)
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 39])
+def test_nan_in_a_hidden_value_stays_there(kernels: ModuleType, place: int) -> None:
+    rng = np.random.default_rng(7)
+    one = step(rng, [70], [3], dim=40, v_dim=40)
+    keys, values = (plain(x).copy() for x in one.buffers[0])
+    for x in (keys, values):
+        x[:, :, 10, place], x[:, :, 75, place] = np.nan, np.inf
+    one.buffers[0] = (mx.array(keys), mx.array(values))
+    out, _ = run(kernels, one, scale=0.25, window=40)
+    assert np.isfinite(plain(out)).all()
+
+
+def test_a_buffer_that_lies_in_another_order_is_not_taken_over(kernels: ModuleType) -> None:
+    rng = np.random.default_rng(8)
+    one = step(rng, [40], [2])
+    keys, values = one.buffers[0]
+    swapped = [mx.contiguous(x.transpose(0, 2, 1, 3)) for x in (keys, values)]
+    mx.eval(swapped)
+    # Sums that nobody holds, whose memory an operation may use again.
+    given = [((swapped[0] + 0).transpose(0, 2, 1, 3), (swapped[1] + 0).transpose(0, 2, 1, 3))]
+    out, buffers = kernels.ragged_attention(one.q, one.k, one.v, given, one.held, one.lengths, scale=0.25)
+    del given
+    mx.eval(out, buffers)
+    assert_right(one, out, buffers, scale=0.25)
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_a_gradient_is_right_where_outputs_are_evaluated_on_the_way(kernels: ModuleType, asked: int) -> None:
+    rng = np.random.default_rng(9)
+    one = step(rng, [4, 0], [2, 3])
+
+    def loss(evaluate: bool) -> Any:
+        def function(q: mx.array, k: mx.array, v: mx.array, keys: mx.array) -> mx.array:
+            held = [(keys, one.buffers[0][1]), one.buffers[1]]
+            out, buffers = kernels.ragged_attention(q, k, v, held, one.held, one.lengths, scale=0.25)
+            if evaluate:
+                mx.eval((out, buffers[0][0], buffers[1][1])[asked])
+            return (out * out).sum() + (buffers[0][0] * buffers[0][0]).sum()
+
+        return function
+
+    arguments = (one.q, one.k, one.v, one.buffers[0][0])
+    got, expected = (mx.grad(loss(evaluate), argnums=[0, 1, 2, 3])(*arguments) for evaluate in (True, False))
+    for a, b in zip(got, expected, strict=True):
+        assert np.abs(np.array(b)).max() > 0
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-5, atol=1e-6)

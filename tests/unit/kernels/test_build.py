@@ -313,3 +313,13 @@ def test_every_source_is_part_of_the_name(tmp_path: Path, compiler: FakeCompiler
     before = identity()
     (tmp_path / "cpp" / "new.inl").write_text("")
     assert identity() != before
+
+
+def test_a_folder_of_kernels_that_cannot_be_written_names_its_variable(
+    tmp_path: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "place").write_text("a file")
+    monkeypatch.setenv("MLXINFER_KERNELS_DIR", str(tmp_path / "place"))
+    with pytest.raises(BuildError, match="can't be written") as error:
+        build(tmp_path)
+    assert "MLXINFER_KERNELS_DIR" in (error.value.fix or "")

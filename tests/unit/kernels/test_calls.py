@@ -15,6 +15,7 @@ from mlxinfer.kernels.cases import CASES, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +52,24 @@ def test_every_kernel_has_its_cases_and_something_to_compare_with() -> None:
     for name, original in calls.ORIGINAL.items():
         assert inspect.getdoc(original), name
         assert not inspect.isfunction(original), f"{name} was not mlx's own when the module was imported"
+
+
+KEYWORDS: dict[str, dict[str, Any]] = {
+    "rms_norm": {"x": mx.ones((2, 8)), "weight": None, "eps": 1e-5},
+    "rope": {"a": mx.ones((1, 2, 8)), "dims": 8, "traditional": False, "base": 1e4, "scale": 1.0, "offset": 0},
+    "scaled_dot_product_attention": {n: mx.ones((1, 1, 2, 8)) for n in "qkv"} | {"scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_arguments_have_the_names_that_mlx_gives_them(kernels: ModuleType, name: str) -> None:
+    ours, theirs = (f(**KEYWORDS[name]) for f in (getattr(kernels, name), calls.ORIGINAL[name]))
+    assert mx.allclose(ours, theirs, atol=1e-5).item()
+
+
+def test_arguments_that_mlx_gives_no_names_have_none(kernels: ModuleType) -> None:
+    for place in (kernels, mx):
+        with pytest.raises(TypeError):
+            place.softmax(a=mx.ones((2, 8)))
+        with pytest.raises(TypeError):
+            place.logsumexp(a=mx.ones((2, 8)))

@@ -224,3 +224,48 @@ def test_a_machine_without_a_compiler_says_what_to_install(settings: Settings, m
         assert "no C++ compiler" in (found.reason or "")
         assert found.fix == tools.install_command()
         monkeypatch.setattr(enabling, "_status", None)
+
+
+def test_a_kernel_that_ended_the_trial_is_never_called_here(
+    built: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = mx.fast.rms_norm
+    real = enabling.check
+    monkeypatch.setattr(enabling, "faults", lambda path: {"rms_norm": "ended with SIGSEGV"})
+    monkeypatch.setattr(
+        enabling, "check", lambda ext, name: pytest.fail("called") if name == "rms_norm" else real(ext, name)
+    )
+    found = public.enable(settings)
+    assert found.left_out == {"rms_norm": "ended with SIGSEGV"}
+    assert "rms_norm" not in found.in_use
+    assert "rope" in found.in_use
+    assert mx.fast.rms_norm is original
+
+
+def test_the_status_is_what_the_last_call_came_to(
+    built: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    public.enable(dataclasses.replace(settings, kernels="off"))
+    assert "turned off" in (public.status().reason or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(enabling, "find", lambda cache: None)
+        patch.setattr(enabling, "earlier_failure", lambda cache: None)
+        public.enable(settings, may_build=False)
+        assert "not built yet" in (public.status().reason or "")
+        patch.setattr(enabling, "build", planted(BuildCancelledError("the build was cancelled")))
+        public.enable(settings)
+        assert "cancelled" in (public.status().reason or "")
+    assert public.expected(settings)
+    public.enable(settings)
+    assert public.status().reason is None
+    # It stands: a later "off" finds them in use.
+    assert public.enable(dataclasses.replace(settings, kernels="off")) is public.status()
+    assert public.status().in_use
+
+
+@pytest.mark.parametrize("size", [0, 4096])
+def test_a_damaged_file_says_how_to_build_it_again(built: Path, settings: Settings, size: int) -> None:
+    built.write_bytes(built.read_bytes()[:size])
+    found = public.enable(settings, may_build=False)
+    assert found.wrong
+    assert found.fix == "mlxinfer doctor --build-kernels"

@@ -144,3 +144,51 @@ def test_a_file_that_others_may_write_is_not_loaded(tmp_path: Path, monkeypatch:
         os.chown(path, 12345, -1)
         with pytest.raises(BuildError, match="belongs to another user"):
             check_owner(path)
+
+
+def test_root_loads_only_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "build" / "_kernels.so"
+    path.parent.mkdir(0o755)
+    path.touch(0o755)
+    owner = path.stat().st_uid
+    if owner != 0:
+        monkeypatch.setattr(loading.os, "geteuid", lambda: 0)
+    else:
+        check_owner(path)
+        os.chown(path, 12345, -1)
+    with pytest.raises(BuildError, match="belongs to another user"):
+        check_owner(path)
+
+
+@pytest.mark.parametrize("which", ["file", "folder", "home"])
+def test_neither_the_file_nor_its_folders_may_be_open_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    path = tmp_path / "kernels" / "build" / "_kernels.so"
+    path.parent.mkdir(0o755, parents=True)
+    path.touch(0o755)
+    place = {"file": path, "folder": path.parent, "home": path.parent.parent}[which]
+    for mode, sound in ((0o755, True), (0o757, False), (0o775, True), (0o700, True)):
+        place.chmod(mode)
+        if sound:
+            check_owner(path)
+        else:
+            with pytest.raises(BuildError, match="every user may change it"):
+                check_owner(path)
+    # Writable by a group that the user isn't in.
+    place.chmod(0o775)
+    monkeypatch.setattr(loading.os, "getegid", lambda: 54321)
+    monkeypatch.setattr(loading.os, "getgroups", list[int])
+    monkeypatch.setattr(type(path), "stat", lambda self, **_: _of_group(self, 12345))
+    with pytest.raises(BuildError, match="a group that isn't yours") as error:
+        check_owner(path)
+    assert str(place) in str(error.value)
+    if which != "file":
+        place.chmod(0o1777)  # like /tmp
+        check_owner(path)
+
+
+def _of_group(path: Path, group: int) -> os.stat_result:
+    found = list(os.stat(path))
+    found[5] = group
+    return os.stat_result(found)

@@ -93,3 +93,17 @@ def test_what_the_kernel_does_not_support_goes_to_mlx(kernels: ModuleType) -> No
         for f in (kernels.gather_qmm, mx.gather_qmm):
             with pytest.raises(ValueError, match=r"gather_qmm|broadcast"):
                 f(mx.ones((2, 3, 128)), *w.arrays, lhs_indices=mx.array([0, 1]), rhs_indices=indices)
+
+
+def test_an_index_too_large_for_32_bits_is_outside_too(kernels: ModuleType) -> None:
+    w = affine(mx.random.normal((EXPERTS, 9, 128)), 4, 64)
+    x = mx.random.normal((3, 2, 128))
+    for dtype, far in ((mx.int64, [2**32, 2**32 + 1, -(2**32), -(2**63), 2**63 - 1]), (mx.uint64, [2**32, 2**64 - 1])):
+        for index in far:
+            kind = np.int64 if dtype == mx.int64 else np.uint64
+            indices, valid = (mx.array(np.array([1, i], dtype=kind)) for i in (index, 2))
+            assert indices.dtype == dtype
+            for pair in ((indices, valid), (valid, indices)):
+                y = float64(kernels.gather_qmm(x, *w.arrays, lhs_indices=pair[0], rhs_indices=pair[1]))
+                assert not np.isnan(y[0]).any()
+                assert np.isnan(y[1]).all(), (dtype, index)

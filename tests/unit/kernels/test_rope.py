@@ -223,3 +223,18 @@ def test_compiled_for_any_shape(kernels: ModuleType) -> None:
         mx.eval(compiled(normal(12, (3, 2, 1, 16)), mx.arange(2)))
     with pytest.raises(ValueError, match="fit"):
         mx.eval(compiled(normal(12, (2, 2, 1, 8)), mx.arange(2)))
+
+
+@pytest.mark.parametrize("offset", [-1, -7, -100000, mx.array(-3), mx.array([-2, 5]), mx.array([-9, -4], mx.int64)])
+def test_positions_before_the_first(kernels: ModuleType, offset: int | mx.array) -> None:
+    x = normal(13, (2, 3, 4, 32))
+    for traditional in (False, True):
+        options = {"traditional": traditional, "offset": offset}
+        assert row_error(rope(kernels.rope, x, 32, **options), reference(x, 32, **options)) <= TOLERANCE
+
+
+def test_a_position_is_a_number(kernels: ModuleType) -> None:
+    for function in (kernels.rope, mx.fast.rope):
+        for offset in (True, 1.0):
+            with pytest.raises(ValueError, match="must be an integer"):
+                rope(function, mx.zeros((1, 2, 8)), 8, offset=offset)

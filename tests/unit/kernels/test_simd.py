@@ -83,6 +83,15 @@ def test_rounding_goes_to_the_nearest_even(kernels: ModuleType, dtype: mx.Dtype,
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("lanes", [False, True])
+def test_nan_stays_nan_when_it_is_narrowed(kernels: ModuleType, dtype: mx.Dtype, lanes: bool) -> None:
+    # the mantissa in the upper bits, the lower ones, all of them: rounding these up would end in another number
+    bits = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001, 0xFF800001, 0x7FFF8000] * 6, dtype=np.uint32)
+    got = np.array(kernels.narrow(mx.array(bits.view(np.float32)), dtype, lanes))
+    assert np.isnan(bits_as_float(got, dtype)).all()
+
+
 def test_lanes_are_added_halves_onto_each_other(kernels: ModuleType) -> None:
     lanes = np.random.default_rng(0).standard_normal(kernels.lanes()).astype(np.float32) * 1000
     expected = lanes.copy()

@@ -137,3 +137,11 @@ def test_gradients_and_vmap_are_those_of_mlx(kernels: ModuleType) -> None:
     assert mx.allclose(mx.grad(loss(kernels))(x), mx.grad(loss(mx))(x), rtol=1e-4, atol=1e-6)
     mapped = mx.vmap(lambda row: kernels.softmax(row, -1, stream=mx.cpu))(x)
     assert row_error(mapped, softmax(x)) <= TOLERANCE
+
+
+def test_an_input_that_lies_in_another_order_is_not_taken_over(kernels: ModuleType) -> None:
+    x = normal(20, (2, 6, 5, 40))
+    y = kernels.softmax((x + 1).transpose(0, 2, 1, 3), axis=-1, stream=mx.cpu)
+    wide = double(x + 1).transpose(0, 2, 1, 3)
+    expected = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
+    assert row_error(y, expected) <= TOLERANCE
