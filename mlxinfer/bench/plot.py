@@ -70,8 +70,10 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             axes.bar([x + i * width for x in range(len(PERCENTILES))], heights, width, label=name)
         axes.set_xticks([x + 0.4 - width / 2 for x in range(len(PERCENTILES))], PERCENTILES)
         axes.set(title=f"{key.upper()}, seconds", yscale="log")
-        if bars:
-            axes.legend(fontsize="x-small")
+    # For both panels of bars, and below them: inside, it would lie on the bars.
+    handles, labels = middle.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
     machine = report["machine"]
     figure.suptitle(f"{machine['device']}, {machine['os']}; mlxinfer {machine['mlxinfer']}", fontsize="small")
     figure.savefig(path)
