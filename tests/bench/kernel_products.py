@@ -7,8 +7,6 @@ float32 weights, which takes one multiplication per number read.
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
-import importlib.util
 import json
 import statistics
 import time
@@ -18,6 +16,7 @@ import mlx.core as mx
 
 from mlxinfer.config import load_settings
 from mlxinfer.kernels.build import build
+from mlxinfer.kernels.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,15 +28,6 @@ CHAIN = 16
 FORMATS = ((4, 32), (4, 64), (8, 64), (2, 64), (3, 64), (5, 64), (6, 64))
 READ_BYTES = 192 << 20
 """Far more than a last-level cache holds."""
-
-
-def extension() -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader("_kernels", str(build(load_settings().cache_dir)))
-    spec = importlib.util.spec_from_loader("_kernels", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -93,7 +83,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     pairs = parser.parse_args().pairs
     mx.set_default_device(mx.Device(mx.cpu))
-    kernels = extension()
+    kernels = load(build(load_settings().cache_dir))
     bandwidth(kernels, pairs)
     against_mlx(kernels, pairs)
 

@@ -5,8 +5,6 @@ Ours and mlx's take turns; the shortest of many runs of each counts.
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -16,6 +14,7 @@ import mlx.nn as nn
 
 from mlxinfer.config import load_settings
 from mlxinfer.kernels.build import build
+from mlxinfer.kernels.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,18 +70,9 @@ def shortest(ours: Callable[[], mx.array], theirs: Callable[[], mx.array]) -> tu
     return best
 
 
-def load() -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader("_kernels", str(build(load_settings().cache_dir)))
-    spec = importlib.util.spec_from_loader("_kernels", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
 def main() -> None:
     mx.set_default_device(mx.cpu)
-    kernels = load()
+    kernels = load(build(load_settings().cache_dir))
     print(f"{kernels.isa()}, {kernels.threads()} threads; microseconds")
     for name, ours, theirs in small(kernels):
         if not sys.argv[1:] or any(wanted in name for wanted in sys.argv[1:]):
