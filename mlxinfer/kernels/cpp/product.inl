@@ -8,6 +8,7 @@ using kernels::BLOCK;
 using kernels::PackArgs;
 using kernels::ProductArgs;
 
+constexpr int64_t IN_PLACE = 64;   // rows up to which weights that need no decoding are used where they are
 constexpr int64_t ROW_BLOCK = 48;  // rows that share a stretch of decoded weights; a multiple of MR
 constexpr int64_t FEW_ROWS = MR > 4 ? 8 : 2;  // for which weights are used as they are decoded, be it more than once
 constexpr int64_t NARROW = 48;  // rows up to which NR decoded columns stay in the first cache, and x streams past them
@@ -39,6 +40,7 @@ static int64_t column_block(const ProductArgs& a, int threads) {
 }
 
 static int64_t scratch(const ProductArgs& a, int64_t columns) {
+  if (a.format == kernels::DENSE_F32 && a.rows <= IN_PLACE) return a.rows * NR * W;
   if (a.rows <= FEW_ROWS) return 2 * NR * groups_of(a);
   columns = columns < NR ? NR : round_up(columns, NR);
   return columns * (round_up(a.depth, 4 * BLOCK) + ROW_BLOCK * W) + 2 * NR * groups_of(a) + LINE;
@@ -48,18 +50,23 @@ static int64_t scratch(const ProductArgs& a, int64_t columns) {
 
 using DecodeColumn = void (*)(const ProductArgs&, int64_t column, int64_t k, int64_t depth, float* out, float* space);
 
-// Part of the depth, k to k + depth, for rows `row` to `row + rows` and `columns` columns from `column` on.
+// Part of the depth, k to k + depth, for rows `row` to `row + rows` and `columns` columns from `column` on, whose weights
+// are `stride` floats apart.
 struct Part {
   int64_t row, rows, column, columns, k, depth;
   const float* w;
+  int64_t stride;
   float* partial;
 };
 
+// IN_MATRIX: the weights are where the matrix has them, with the next columns behind them and nothing after the last.
+template <bool IN_MATRIX>
 static void run_tiles(const ProductArgs& a, const Part& p) {
   const int64_t tiles = (p.rows + MR - 1) / MR, wide = round_up(p.columns, NR);
   float sums[MR * NR];
-  TileArgs t;
-  t.stride = t.depth = p.depth;
+  TileArgs t{};
+  t.stride = p.stride;
+  t.depth = p.depth;
   t.out = sums;
   t.first = p.k == 0;
   t.last = p.k + p.depth == a.depth;
@@ -67,9 +74,11 @@ static void run_tiles(const ProductArgs& a, const Part& p) {
     const int64_t begin = i * p.rows / tiles, end = (i + 1) * p.rows / tiles;
     for (int64_t m = begin; m < end; m++) t.x[m - begin] = a.x + row_at(a.x_rows, p.row + m) * a.depth + p.k;
     for (int64_t n = 0; n < p.columns; n += NR) {
-      t.w = p.w + n * p.depth;
+      t.w = p.w + n * p.stride;
+      t.columns = IN_MATRIX && p.columns - n < NR ? p.columns - n : NR;
+      t.ahead = 2 * i % NR;  // each tile asks for two of the NR columns to come, so that two tiles ask for all
       t.partial = p.partial + (begin * wide + n * (end - begin)) * W;
-      run_tile(static_cast<int>(end - begin), t);
+      run_tile<IN_MATRIX>(static_cast<int>(end - begin), t);
       if (!t.last) continue;
       const int64_t count = p.columns - n < NR ? p.columns - n : NR;
       for (int64_t m = begin; m < end; m++) put(a, p.row + m, p.column + n, count, sums + (m - begin) * NR);
@@ -98,8 +107,21 @@ static void many_rows(const ProductArgs& a, int64_t begin, int64_t end, float* m
           for (int64_t i = 0; i < count; i++) decode(a, begin + n + i, k, depth, w + i * depth, space);
           memset(w + count * depth, 0, (padded - count) * depth * sizeof(float));
         }
-        run_tiles(a, {row, rows, begin + n, count, k, depth, w, partial + n * ROW_BLOCK * W});
+        run_tiles<false>(a, {row, rows, begin + n, count, k, depth, w, depth, partial + n * ROW_BLOCK * W});
       }
+    }
+  }
+}
+
+// Weights that need no decoding, NR columns at a time: the first tile has them come, the others find them in the cache.
+static void dense_rows(const ProductArgs& a, int64_t begin, int64_t end, float* partial) {
+  const float* w = static_cast<const float*>(a.w);
+  const int64_t step = stretch(a.depth);
+  for (int64_t n = begin; n < end; n += NR) {
+    const int64_t count = end - n < NR ? end - n : NR;
+    for (int64_t k = 0; k < a.depth; k += step) {
+      const int64_t depth = a.depth - k < step ? a.depth - k : step;
+      run_tiles<true>(a, {0, a.rows, n, count, k, depth, w + n * a.depth + k, a.depth, partial});
     }
   }
 }
@@ -135,6 +157,7 @@ static void some_rows(const ProductArgs& a, int64_t begin, int64_t end, float* m
 template <class F>
 static void multiply_format(const ProductArgs& a, int64_t begin, int64_t end, float* memory) {
   if (a.rows == 1) return one_row<F>(a, begin, end, memory);
+  if (a.format == kernels::DENSE_F32 && a.rows > MR && a.rows <= IN_PLACE) return dense_rows(a, begin, end, memory);
   if (a.rows <= FEW_ROWS) return some_rows<F>(a, begin, end, memory);
   many_rows(a, begin, end, memory, decode_column<F>);
 }

@@ -41,6 +41,8 @@ struct TileArgs {
   const float* w;
   int64_t stride;
   int64_t depth;
+  int64_t columns;  // of NR, those there are
+  int64_t ahead;    // of the next NR columns, the first of two to ask for meanwhile
   float* partial;  // NR accumulators a row between stretches
   float* out;      // NR sums a row, after the last
   bool first, last;
@@ -90,7 +92,11 @@ INLINE void add_products(const float* const* x, int64_t k, const vf* w, vf (*acc
   }
 }
 
-template <int M>
+// Into the second cache, which many lines can be on their way to. `p` may lie outside the weights: then nothing happens.
+INLINE void ask_for(uintptr_t p) { __builtin_prefetch(reinterpret_cast<const void*>(p), 0, 2); }
+
+// IN_MATRIX: columns that there aren't are the first once more, and some of the next are asked for.
+template <int M, bool IN_MATRIX>
 static void tile(const TileArgs& a) {
   vf acc[M][NR];
   open_tile<M>(a, acc);
@@ -98,22 +104,35 @@ static void tile(const TileArgs& a) {
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++) x[m] = a.x[m];
   const float *w0 = a.w, *w1 = w0 + a.stride, *w2 = w1 + a.stride, *w3 = w2 + a.stride;
+  uintptr_t next = 0, after = 0;
+  if constexpr (IN_MATRIX) {
+    if (a.columns < 2) w1 = w0;
+    if (a.columns < 3) w2 = w0;
+    if (a.columns < 4) w3 = w0;
+    next = reinterpret_cast<uintptr_t>(w0) + (NR + a.ahead) * a.stride * sizeof(float);
+    after = next + a.stride * sizeof(float);
+  }
   for (int64_t k = 0; k < a.depth; k += W) {
     const vf w[NR] = {load(w0 + k), load(w1 + k), load(w2 + k), load(w3 + k)};
+    if constexpr (IN_MATRIX) {
+      ask_for(next + k * sizeof(float));
+      ask_for(after + k * sizeof(float));
+    }
     add_products<M>(x, k, w, acc);
   }
   close_tile<M>(a, acc);
 }
 
+template <bool IN_MATRIX>
 static inline void run_tile(int rows, const TileArgs& a) {
   if constexpr (MR > 3) {
-    if (rows == 6) return tile<6>(a);
-    if (rows == 5) return tile<5>(a);
-    if (rows == 4) return tile<4>(a);
+    if (rows == 6) return tile<6, IN_MATRIX>(a);
+    if (rows == 5) return tile<5, IN_MATRIX>(a);
+    if (rows == 4) return tile<4, IN_MATRIX>(a);
   }
-  if (rows == 3) return tile<3>(a);
-  if (rows == 2) return tile<2>(a);
-  tile<1>(a);
+  if (rows == 3) return tile<3, IN_MATRIX>(a);
+  if (rows == 2) return tile<2, IN_MATRIX>(a);
+  tile<1, IN_MATRIX>(a);
 }
 
 }  // namespace ISA

@@ -59,7 +59,7 @@ def test_every_format_is_decoded_in_both_paths(kernels: ModuleType, name: str) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 4, 30])
+@pytest.mark.parametrize("rows", [1, 4, 7, 30, 64, 70])
 def test_half_weights_are_multiplied_in_float32(kernels: ModuleType, dtype: mx.Dtype, rows: int) -> None:
     x, w = mx.random.normal((rows, 672)), mx.random.normal((45, 672)).astype(dtype)
     y = kernels.half_matmul(x, w)
@@ -114,10 +114,12 @@ def test_a_row_has_the_same_bits_in_any_batch_and_beside_any_columns(kernels: Mo
     np.testing.assert_array_equal(np.array(kernels.quantized_matmul(x, *few, **w.how)), whole[:, 50:57])
 
 
-def test_a_row_of_half_weights_has_the_same_bits_in_any_batch(kernels: ModuleType) -> None:
-    x, w = mx.random.normal((90, 1408)), mx.random.normal((101, 1408)).astype(mx.bfloat16)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_dense_weights_has_the_same_bits_in_any_batch(kernels: ModuleType, dtype: mx.Dtype) -> None:
+    x, w = mx.random.normal((90, 1408)), mx.random.normal((103, 1408)).astype(dtype)
     whole = np.array(kernels.half_matmul(x, w))
-    for rows in (1, 2, 3, 5, 6, 8, 10):
+    # float32 weights are used where they are from 7 rows to 64
+    for rows in (1, 2, 3, 5, 6, 7, 8, 10, 13, 48, 64, 65):
         np.testing.assert_array_equal(np.array(kernels.half_matmul(x[3 : 3 + rows], w)), whole[3 : 3 + rows])
 
 
