@@ -19,12 +19,12 @@ AGING = 4
 """For each this many prompt tokens computed for others, a waiting prompt counts as one token shorter, for good."""
 PRIORITY_AGING = 1 << 17
 """For each this many prompt tokens computed for others, a waiting prompt counts as one priority higher."""
-STALL = 2.2
+STALL = 1.7
 """Beside running streams, a step takes at most this many times a step without prompts …"""
-STALL_CROWD = 0.6
+STALL_PER_STREAM = 2.2
 STALL_MOST = 4.0
-"""… for each further prompt that waits it may take that much more, up to this: streams that go on a little slower are
-better than a queue …"""
+"""… and this much more for each prompt that waits per stream, up to so many times: the more wait, and the fewer have to
+go on more slowly for it, the more of the time is theirs …"""
 STALL_FLOOR_S = 0.05
 """… or this long: twenty tokens a second look smooth."""
 ALONE_S = 0.2
@@ -218,7 +218,7 @@ class _Plan:
         if rows:
             # Without those whose prompt ends in this step: what is put beside them delays their first token.
             crowd = sum(not r.prefilled and not self._blocked(r) for r in self.requests)
-            stall = min(STALL_MOST, STALL + STALL_CROWD * max(0, crowd - 1))
+            stall = min(STALL_MOST, STALL + STALL_PER_STREAM * max(1, crowd) / rows)
             seconds = max(stall * quiet, STALL_FLOOR_S)
         else:
             seconds = max(ALONE_FORWARDS * quiet, ALONE_S)

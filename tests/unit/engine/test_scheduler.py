@@ -10,7 +10,6 @@ from mlxinfer.engine.pace import Load, Pace
 from mlxinfer.engine.scheduler import (
     MIN_CHUNK,
     MIN_SHARED,
-    STALL,
     STALL_FLOOR_S,
     load_of,
     schedule,
@@ -266,20 +265,30 @@ def test_a_higher_priority_goes_first():
     assert schedule(state).prefill[0].request_id == "high"
 
 
-def test_a_chunk_beside_running_streams_keeps_to_their_share_of_time_and_is_larger_alone():
-    state = ready(max_num_seqs=8)
-    for i in range(4):
+def beside(streams: int) -> tuple[SchedulerState, Step]:
+    """The first step in which a long prompt is read beside so many running streams."""
+    state = ready(max_num_seqs=16)
+    for i in range(streams):
         state.add(tracked(f"stream{i}", 1, 500))
     schedule(state)
     state.add(tracked("long", 5000))
     step = schedule(state)
-    quiet = truth(Load(1, 0, 4, 4))
+    assert len(step.decode) == streams
+    return state, step
+
+
+@pytest.mark.parametrize(("streams", "stall"), [(1, 3.9), (4, 2.25), (9, 1.94)])
+def test_a_chunk_beside_running_streams_keeps_to_their_share_of_time(streams: int, stall: float):
+    state, step = beside(streams)
+    quiet = truth(Load(1, 0, streams, streams))
     taken = truth(load_of(state, step))
-    assert len(step.decode) == 4
-    assert 0.85 * STALL * quiet < taken <= 1.1 * max(STALL * quiet, STALL_FLOOR_S)
+    assert 0.85 * stall * quiet < taken <= 1.1 * max(stall * quiet, STALL_FLOOR_S)
+
+
+def test_a_chunk_is_larger_alone_than_beside_running_streams():
     alone = ready(max_num_seqs=8)
     alone.add(tracked("long", 5000))
-    assert schedule(alone).prefill[0].end > step.prefill[0].end
+    assert schedule(alone).prefill[0].end > beside(4)[1].prefill[0].end
 
 
 def test_a_prompt_goes_on_by_at_least_a_few_tokens_however_slow_the_machine_seems():
