@@ -7,7 +7,7 @@ import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mlxinfer.errors import InvalidRequestError
 
@@ -15,9 +15,46 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 Message = Mapping[str, Any]
 """One chat message: `role` ("system", "user", "assistant" or "tool") and `content`."""
 
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
+
+MAX_TOP_LOGPROBS = 20
+MAX_GRAMMAR_BYTES = 1 << 16
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 512
 MAX_LOGIT_BIAS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of a reply must be."""
+
+    kind: GrammarKind
+    text: str = ""
+    """A JSON schema as JSON, a regular expression, a Lark grammar as llguidance reads it, or choices as a JSON list of
+    strings; nothing for "json_object"."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            kinds = ", ".join(get_args(GrammarKind))
+            raise InvalidRequestError(
+                f"a grammar's kind is {self.kind!r:.80}; it must be one of {kinds}", param="grammar"
+            )
+        if not isinstance(self.text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidRequestError("a grammar's text must be a string", param="grammar")
+        size = len(self.text.encode(errors="surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            message = f"the {self.kind} grammar has {size:,} bytes; at most {MAX_GRAMMAR_BYTES:,} are read"
+            raise InvalidRequestError(message, param="grammar")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was to the model itself, before bias, penalties and temperature. Natural logarithms."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(id, logprob) of the likeliest tokens, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +89,10 @@ class SamplingParams:
     """The text ends just before the first of these strings."""
     ignore_eos: bool = False
     """Go on after the end-of-sequence token; for benchmarks."""
+    logprobs: int | None = None
+    """Report each token's log probability, and those of this many of the likeliest tokens beside it, 0 to 20 [none]."""
+    grammar: Grammar | None = None
+    """Only text of this grammar is generated [any text]."""
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, None)
@@ -63,6 +104,7 @@ class SamplingParams:
         _check_float("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _check_float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        _check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         _check_stop(self.stop)
         _check_logit_bias(self.logit_bias)
 
@@ -132,6 +174,8 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that were not computed again."""
+    reasoning_tokens: int = 0
+    """Of the completion's, those that think; known to the server only, which tells them apart."""
 
     @property
     def total_tokens(self) -> int:
@@ -160,6 +204,10 @@ class Delta:
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids`, when they were asked for."""
+    stop_string: str | None = None
+    """On the last delta: the stop string that ended the text."""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     """Set on the last delta."""
