@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from mlxinfer.config import Settings, load_settings, override
 from mlxinfer.engine.engine import Engine, Request
 from mlxinfer.engine.generation import Generation, Stream
+from mlxinfer.engine.grammar import CompiledGrammar, Grammars
 from mlxinfer.engine.inputs import Prompt, checked_ids, checked_messages, sampling_params
 from mlxinfer.engine.rows import RowSpec
 from mlxinfer.engine.sampling import RowSampling
 from mlxinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from mlxinfer.tokenizer import message_starts, turn_tokens
-from mlxinfer.types import ModelInfo, Progress, ProgressEvent, Reply, SamplingParams
+from mlxinfer.types import MAX_TOP_LOGPROBS, Grammar, ModelInfo, Progress, ProgressEvent, Reply, SamplingParams
 
 if TYPE_CHECKING:
     from mlxinfer.tokenizer import Tokenizer
@@ -79,6 +80,7 @@ class LLM:
         self.defaults = defaults
         self.settings = settings
         self._engine = engine
+        self._grammars = Grammars(tokenizer, info.vocab_size)
         self._turns = turn_tokens(tokenizer) if engine.state.needs_checkpoints else frozenset[int]()
         self._unloading = threading.Lock()
         # A model that nobody holds any more is unloaded; in a notebook `llm = load(…)` is run again and again.
@@ -117,25 +119,53 @@ class LLM:
     # -- the one way in --------------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, tenant: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        keep: frozenset[int] = frozenset(),
+        prompt_logprobs: int | None = None,
     ) -> Generation:
         """Queue a request and return at once. Everything is validated here, before any work.
 
         Requests share computed prefixes with others of the same `tenant` only: elsewhere, how fast a first token comes
-        would tell what others asked.
+        would tell what others asked. Special tokens to `keep` show in the text. `prompt_logprobs` reports how likely
+        the prompt's tokens were, and as many of the likeliest, 0 to 20. A grammar that `compile` hasn't seen is
+        compiled first.
         Raises InvalidRequestError, ContextLengthError, QueueFullError, WontFitError or EngineClosedError.
         """
         prompt_ids = checked_ids(prompt_ids)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"priority must be an integer, not {priority!r:.80}", param="priority")
+        if prompt_logprobs is not None and not 0 <= prompt_logprobs <= MAX_TOP_LOGPROBS:
+            message = f"prompt_logprobs is {prompt_logprobs}; it must be between 0 and {MAX_TOP_LOGPROBS}"
+            raise InvalidRequestError(message, param="prompt_logprobs")
         max_tokens = self.check(prompt_ids, params)
+        grammar = None if params.grammar is None else self.compile(params.grammar)
         params = params.with_defaults(self.defaults)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        spec = RowSpec(f"req-{secrets.token_hex(8)}", tuple(prompt_ids), RowSampling.of(params), seed, tenant)
+        spec = RowSpec(
+            f"req-{secrets.token_hex(8)}",
+            tuple(prompt_ids),
+            RowSampling.of(params),
+            seed,
+            tenant,
+            params.logprobs,
+            prompt_logprobs,
+        )
         eos = frozenset[int]() if params.ignore_eos else self.tokenizer.eos_token_ids
         starts = message_starts(prompt_ids, self._turns) if self._engine.state.needs_checkpoints else ()
-        request = Request(spec, max_tokens, eos, priority, starts)
-        return Generation(request, self._engine, self.tokenizer, params.stop, self.info.name, self)
+        request = Request(spec, max_tokens, eos, priority, starts, grammar)
+        return Generation(request, self._engine, self.tokenizer, params.stop, self.info.name, self, keep)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile a grammar, or find it compiled. Up to seconds: not for an event loop.
+
+        Raises InvalidRequestError for one that is wrong, too large or takes too long.
+        """
+        return self._grammars.compile(grammar)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """The number of tokens the request may generate. Raises what `submit` would raise for its values."""
@@ -197,7 +227,7 @@ class LLM:
     ) -> Reply:
         """`chat` for an event loop."""
         chosen = sampling_params(params, sampling)
-        ids = await asyncio.to_thread(self.prompt_ids, messages, system=system, **(template or {}))
+        ids = await asyncio.to_thread(self._prepared, chosen, messages, False, system, template)
         return await self.submit(ids, chosen).aresult()
 
     async def agenerate(
@@ -205,7 +235,7 @@ class LLM:
     ) -> Reply:
         """`generate` for an event loop."""
         chosen = sampling_params(params, sampling)
-        ids = await asyncio.to_thread(self._raw_ids, prompt)
+        ids = await asyncio.to_thread(self._prepared, chosen, prompt, True, None, None)
         return await self.submit(ids, chosen).aresult()
 
     def batch(
@@ -286,13 +316,23 @@ class LLM:
     ) -> AsyncIterator[str]:
         """`stream` for an event loop; leaving the loop early cancels the request."""
         chosen = sampling_params(params, sampling)
-        generation = self.submit(await asyncio.to_thread(self._ids, messages, raw, system, template), chosen)
+        generation = self.submit(
+            await asyncio.to_thread(self._prepared, chosen, messages, raw, system, template), chosen
+        )
         try:
             async for delta in generation:
                 if delta.text:
                     yield delta.text
         finally:
             generation.cancel()
+
+    def _prepared(
+        self, params: SamplingParams, prompt: Any, raw: bool, system: str | None, template: Mapping[str, Any] | None
+    ) -> list[int]:
+        """The prompt's ids, and whatever else takes time before `submit`."""
+        if params.grammar is not None:
+            self.compile(params.grammar)
+        return self._ids(prompt, raw, system, template)
 
     def _ids(self, prompt: Any, raw: bool, system: str | None, template: Mapping[str, Any] | None) -> list[int]:
         if not raw:

@@ -218,13 +218,15 @@ class Delta:
 class Reply(str):
     """The text of a reply; it is a string, and carries how it came about.
 
-    Attributes: `usage` (Usage), `timings` (Timings), `finish_reason`, `token_ids`, `model`.
+    Attributes: `usage` (Usage), `timings` (Timings), `finish_reason`, `token_ids`, `logprobs`, `model`.
     """
 
     usage: Usage
     timings: Timings
     finish_reason: FinishReason
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    """One for each of `token_ids`, when they were asked for."""
     model: str
 
     def __new__(
@@ -235,6 +237,7 @@ class Reply(str):
         timings: Timings | None = None,
         finish_reason: FinishReason = "stop",
         token_ids: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprob] = (),
         model: str = "",
     ) -> Reply:
         self = super().__new__(cls, text)
@@ -242,6 +245,7 @@ class Reply(str):
         self.timings = timings or Timings()
         self.finish_reason = finish_reason
         self.token_ids = tuple(token_ids)
+        self.logprobs = tuple(logprobs)
         self.model = model
         return self
 

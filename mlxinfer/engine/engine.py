@@ -16,7 +16,14 @@ from mlxinfer.engine.prefix_store import PrefixStore
 from mlxinfer.engine.scheduler import load_of, release_only, schedule
 from mlxinfer.engine.shared_prefixes import SharedPrefixes
 from mlxinfer.engine.tracked import SchedulerState, Tracked
-from mlxinfer.errors import EngineClosedError, EngineError, MlxinferError, QueueFullError, WontFitError
+from mlxinfer.errors import (
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    MlxinferError,
+    QueueFullError,
+    WontFitError,
+)
 from mlxinfer.types import FinishReason, Usage
 
 if TYPE_CHECKING:
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
     from mlxinfer.engine.runner import Runner
     from mlxinfer.engine.steps import Release, Start, Step
     from mlxinfer.engine.worker import MlxThread
+    from mlxinfer.types import TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +175,13 @@ class Engine:
             running.launched.submit()
         if before is not None:
             self._read(before)
-        if running is not None and running.launched.tokens is None:
+        if running is not None:
+            # Grammars know now what may come next.
+            self._building = running.launched.step
+            running.launched.choose()
+            running.launched.submit()
+            self._building = None
+        if running is not None and running.launched.choice is None:
             # Prompts only: nothing is gained by being a step ahead, and a newcomer would wait one chunk longer.
             self._pending = None
             self._read(running)
@@ -230,18 +244,26 @@ class Engine:
     def _read(self, running: _Running) -> None:
         """Wait for a launched step and hand its tokens out."""
         self._building = running.launched.step
-        tokens = running.launched.read()
+        out = running.launched.read()
         now = time.perf_counter()
         self.state.pace.observe(running.load, now - max(running.at, self._last_read))
         self._last_read = now
-        for outcome in self.state.update(running.launched.step, tokens):
+        for name, (start, logprobs) in out.prompts.items():
+            if name in self._open:
+                self._open[name].prompt_logprobs.update(enumerate(logprobs, start))
+        for outcome in self.state.update(running.launched.step, out.tokens, out.complete):
+            name = outcome.request_id
             try:
-                self._deliver(outcome.request_id, outcome.token, outcome.finished)
+                if name in out.errors and name in self._open and outcome.finished is None:
+                    message = f"the grammar cannot be followed any further: {out.errors[name]}"
+                    self._fail(name, InvalidRequestError(message, param="grammar"))
+                else:
+                    self._deliver(name, outcome.token, outcome.finished, out.logprobs.get(name))
             except Exception as error:
                 # The worker's edge: the tokens of the others are still to be handed out.
                 log.exception("a token could not be delivered")
-                if outcome.request_id in self._open:
-                    self._fail(outcome.request_id, EngineError(f"delivery failed: {type(error).__name__}: {error}"))
+                if name in self._open:
+                    self._fail(name, EngineError(f"delivery failed: {type(error).__name__}: {error}"))
         self._building = None
 
     def _note_start(self, start: Start, now: float) -> None:
@@ -257,7 +279,7 @@ class Engine:
             self._finish(opened, error=EngineClosedError("the model was unloaded"))
             return
         try:
-            self.runner.admit(spec)
+            self.runner.admit(spec, request.grammar)
             self._open[spec.request_id] = opened
             tracked = Tracked(
                 spec.request_id,
@@ -266,6 +288,7 @@ class Engine:
                 request.eos_token_ids,
                 priority=request.priority,
                 boundaries=request.boundaries if self.runner.prefixes is not None else (),
+                whole=spec.prompt_logprobs is not None,
             )
             self._shared.relate(tracked, spec)
             self.state.add(tracked)
@@ -276,7 +299,9 @@ class Engine:
             self.runner.forget(spec.request_id)
             self._finish(opened, error=EngineError(f"admission failed: {type(error).__name__}: {error}"))
 
-    def _deliver(self, request_id: str, token: int | None, finished: FinishReason | None) -> None:
+    def _deliver(
+        self, request_id: str, token: int | None, finished: FinishReason | None, logprob: TokenLogprob | None = None
+    ) -> None:
         opened = self._open[request_id]
         now = time.perf_counter()
         opened.tokens += 1
@@ -286,11 +311,12 @@ class Engine:
             self.cached_tokens += opened.cached
         self.generated_tokens += 1
         if finished is None:
-            if not sent(opened, Event(token=token)):
+            event = Event(token=token, logprob=logprob, prompt_logprobs=opened.take_prompt())
+            if not sent(opened, event):
                 self._end(request_id, "cancelled")
         else:
             del self._open[request_id]
-            self._finish(opened, token=token, finished=finished)
+            self._finish(opened, token=token, finished=finished, logprob=logprob)
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
         opened = self._open.pop(request_id, None)
@@ -309,6 +335,7 @@ class Engine:
         token: int | None = None,
         finished: FinishReason | None = None,
         error: MlxinferError | None = None,
+        logprob: TokenLogprob | None = None,
     ) -> None:
         with self._admission:
             self._ended += 1
@@ -316,7 +343,9 @@ class Engine:
                 self._mean_s += MEAN_WEIGHT * (time.perf_counter() - opened.started - self._mean_s)
         prompt = len(opened.request.spec.prompt_token_ids)
         usage = Usage(prompt_tokens=prompt, completion_tokens=opened.tokens, cached_tokens=opened.cached)
-        sent(opened, Event(token=token, finished=finished, error=error, usage=usage, timings=timings_of(opened)))
+        prompt_logprobs = None if token is None else opened.take_prompt()
+        timings = timings_of(opened)
+        sent(opened, Event(token, finished, error, usage, timings, logprob, prompt_logprobs))
 
     # -- when a step fails -----------------------------------------------------------------------------------------
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlxinfer.types import FinishReason, Timings, Usage
 
 if TYPE_CHECKING:
+    from mlxinfer.engine.grammar import CompiledGrammar
     from mlxinfer.engine.rows import RowSpec
     from mlxinfer.errors import MlxinferError
+    from mlxinfer.types import TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ class Request:
     priority: int = 0
     boundaries: tuple[int, ...] = ()
     """Positions in the prompt where a message begins; models with windows or states remember these."""
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,10 @@ class Event:
     error: MlxinferError | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    logprob: TokenLogprob | None = None
+    """Of `token`, when it was asked for."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """With the first token, when asked for: of the prompt's tokens; None for the first, which follows none."""
 
 
 Sink = Callable[[Event], None]
@@ -53,6 +60,16 @@ class Open:
     tokens: int = 0
     cached: int = 0
     """Prompt tokens that another request had computed."""
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    """By position, those that were computed."""
+
+    def take_prompt(self) -> tuple[TokenLogprob | None, ...] | None:
+        """The prompt's logprobs, once, when they were asked for."""
+        spec = self.request.spec
+        if spec.prompt_logprobs is None or self.tokens > 1:
+            return None
+        found, self.prompt_logprobs = self.prompt_logprobs, {}
+        return tuple(found.get(i) for i in range(len(spec.prompt_token_ids)))
 
 
 def sent(opened: Open, event: Event) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from mlxinfer.engine.engine import Engine, Event, Request
-    from mlxinfer.types import Timings
+    from mlxinfer.types import Timings, TokenLogprob
 
 
 class Mailbox:
@@ -42,8 +42,16 @@ class Generation:
     """
 
     def __init__(
-        self, request: Request, engine: Engine, tokenizer: Tokenizer, stop: tuple[str, ...], model: str, owner: object
+        self,
+        request: Request,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...],
+        model: str,
+        owner: object,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
+        """`keep`: special tokens that show in the text."""
         self.id = request.spec.request_id
         self.prompt_tokens = len(request.spec.prompt_token_ids)
         self.model = model
@@ -51,7 +59,9 @@ class Generation:
         self._eos = request.eos_token_ids
         self._engine = engine
         self._mailbox = Mailbox()
-        self._text = _TextAssembly(tokenizer, stop)
+        self._text = _TextAssembly(tokenizer, stop, keep)
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        """From the first delta on, when they were asked for."""
         self._ended = False
         self._iterated = False
         engine.submit(request, self._mailbox.sink)
@@ -106,8 +116,10 @@ class Generation:
         if event.error is not None:
             self._end()
             raise event.error
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         if event.token is not None and not self._text.stopped:
-            self._text.add(event.token, is_eos=event.token in self._eos)
+            self._text.add(event.token, is_eos=event.token in self._eos, logprob=event.logprob)
             if self._text.stopped and event.finished is None:
                 # The terminal event follows within a step and brings the figures.
                 self._engine.cancel(self.id, "stop")
@@ -116,7 +128,10 @@ class Generation:
         self._end()
         reason: FinishReason = "stop" if self._text.finish() else event.finished
         usage = replace(event.usage or Usage(), completion_tokens=self._text.num_tokens)
-        return replace(self._text.rest(), finish_reason=reason, usage=usage, timings=event.timings)
+        rest = self._text.rest()
+        return replace(
+            rest, finish_reason=reason, usage=usage, timings=event.timings, stop_string=self._text.stop_string
+        )
 
     def result(self) -> Reply:
         """Wait for the whole reply."""
@@ -136,19 +151,26 @@ class Generation:
 class _TextAssembly:
     """Tokens in, text out: partial characters and possible beginnings of stop strings are held back."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self._detokenizer = tokenizer.detokenizer()
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], keep: frozenset[int]) -> None:
+        self._detokenizer = tokenizer.detokenizer(keep)
         self._matcher = StopMatcher(stop)
         self._text: list[str] = []
         self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self.num_tokens = 0
         self.stopped = False
 
-    def add(self, token: int, *, is_eos: bool) -> None:
+    @property
+    def stop_string(self) -> str | None:
+        return self._matcher.found
+
+    def add(self, token: int, *, is_eos: bool, logprob: TokenLogprob | None = None) -> None:
         """Take a token in; the end-of-sequence token counts and is not part of the text."""
         self.num_tokens += 1
         if not is_eos:
             self._ids.append(token)
+            if logprob is not None:
+                self._logprobs.append(logprob)
             self._feed(self._detokenizer.add(token))
 
     def _feed(self, piece: str) -> None:
@@ -173,9 +195,9 @@ class _TextAssembly:
 
     def rest(self) -> Delta:
         """Everything that is ready; token ids that gave no text too. With a stop string, the ids reach to its end."""
-        text, ids = "".join(self._text), tuple(self._ids)
-        self._ids, self._text = [], []
-        return Delta(text=text, token_ids=ids)
+        delta = Delta(text="".join(self._text), token_ids=tuple(self._ids), logprobs=tuple(self._logprobs))
+        self._ids, self._text, self._logprobs = [], [], []
+        return delta
 
 
 class _Collected:
@@ -183,6 +205,7 @@ class _Collected:
         self.model = model
         self.text: list[str] = []
         self.ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
         self.reason: FinishReason = "cancelled"
         self.usage: Usage | None = None
         self.timings: Timings | None = None
@@ -190,6 +213,7 @@ class _Collected:
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.ids += delta.token_ids
+        self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.reason, self.usage, self.timings = delta.finish_reason, delta.usage, delta.timings
 
@@ -200,6 +224,7 @@ class _Collected:
             timings=self.timings,
             finish_reason=self.reason,
             token_ids=self.ids,
+            logprobs=self.logprobs,
             model=self.model,
         )
 

@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from mlxinfer.engine.sampling import BatchSampler, RowSampling, RowState, uniform
+from mlxinfer.engine.logprobs import Logprobs
+from mlxinfer.engine.sampling import Allowed, BatchSampler, RowSampling, RowState, uniform
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mlxinfer.engine.grammar import CompiledGrammar, Constraint
     from mlxinfer.engine.kv import Sequence
     from mlxinfer.engine.padded import SplitBatch
     from mlxinfer.engine.ragged import Batch
     from mlxinfer.engine.steps import DecodeRow, Step
+    from mlxinfer.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,10 @@ class RowSpec:
     seed: int
     cache_key: str = ""
     """Requests share prefixes with others of the same key only: adapter and tenant."""
+    logprobs: int | None = None
+    """Report how likely each token was, and that many of the likeliest."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, all of which are computed then."""
 
 
 @dataclass(slots=True)
@@ -37,6 +46,8 @@ class Row:
     sequence: Sequence | None = None
     token: mx.array | None = None
     """The token to feed next, [1], not yet read; None means the last of `tokens`."""
+    grammar: CompiledGrammar | None = None
+    constraint: Constraint | None = None
 
     @property
     def held(self) -> Sequence:
@@ -45,14 +56,80 @@ class Row:
 
 
 @dataclass(slots=True)
+class Choice:
+    """How logits [B, vocab] of decoding rows become tokens. Where a row has a grammar, the tokens before must have been
+    read first: they say what may come."""
+
+    rows: list[Row]
+    sampler: BatchSampler
+    uniforms: list[float]
+    logits: mx.array
+    keep: Callable[[mx.array], None]
+    """Takes the tokens [B] to where the next step finds them."""
+    constraints: dict[int, Constraint] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # These, whatever becomes of the rows until the tokens are read.
+        self.constraints = {i: row.constraint for i, row in enumerate(self.rows) if row.constraint is not None}
+
+    def make(self) -> mx.array:
+        """The tokens [B], not evaluated."""
+        allowed = None
+        if self.constraints:
+            words = -(-self.logits.shape[-1] // 32)
+            bits = b"".join(c.allowed(words) for c in self.constraints.values())
+            allowed = Allowed.of(list(self.constraints), bits)
+        tokens = self.sampler(self.logits, self.uniforms, allowed)
+        self.keep(tokens)
+        return tokens
+
+    def report(self, tokens: mx.array) -> tuple[list[int], Logprobs] | None:
+        """Logprobs of the rows that asked for them, with their indices."""
+        rows = [i for i, row in enumerate(self.rows) if row.spec.logprobs is not None]
+        if not rows:
+            return None
+        index = mx.array(rows)
+        wanted = [self.rows[i].spec.logprobs or 0 for i in rows]
+        return rows, Logprobs.of(self.logits[index], tokens[index], wanted)
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What a step gave."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    """One per decode row."""
+    logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
+    complete: set[str] = field(default_factory=set[str])
+    """Requests whose grammar lets nothing follow."""
+    errors: dict[str, str] = field(default_factory=dict[str, str])
+    """Requests whose grammar can't be followed any further, and why."""
+    prompts: dict[str, tuple[int, list[TokenLogprob]]] = field(default_factory=dict)
+    """Of prompts, the position of the first and the tokens' logprobs."""
+
+
+@dataclass(slots=True)
 class Launched:
     """A step whose graph is built. `tokens` [rows] may still be computing; `marker` is ready when a chunk is."""
 
     step: Step
-    tokens: mx.array | None = None
+    choice: Choice | None = None
     marker: mx.array | None = None
     unsubmitted: list[list[mx.array]] = field(default_factory=list)
     """What the step has to compute, in the order in which it is of use, until that is submitted."""
+    prompts: list[tuple[str, int, Logprobs]] = field(default_factory=list)
+    tokens: mx.array | None = None
+    logprobs: tuple[list[int], Logprobs] | None = None
+
+    def choose(self) -> None:
+        """Build the sampling, once what it depends on is known."""
+        if self.choice is None or self.tokens is not None:
+            return
+        self.tokens = self.choice.make()
+        self.unsubmitted.append([self.tokens])
+        self.logprobs = self.choice.report(self.tokens)
+        if self.logprobs is not None:
+            self.unsubmitted.append(self.logprobs[1].arrays())
 
     def submit(self) -> None:
         """Let it compute."""
@@ -68,10 +145,27 @@ class Launched:
         if ready is not None:
             mx.eval(ready)
 
-    def read(self) -> list[int]:
-        """Wait for the step; one token per decode row."""
+    def read(self) -> Outputs:
+        """Wait for the step. Rows with a grammar are a token further in it then."""
+        self.choose()
         self.wait()
-        return [] if self.tokens is None else self.tokens.tolist()  # pyright: ignore[reportReturnType]
+        out = Outputs()
+        for name, start, logprobs in self.prompts:
+            out.prompts[name] = start, logprobs.read()
+        if self.tokens is None or self.choice is None:
+            return out
+        out.tokens = self.tokens.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+        for i, constraint in self.choice.constraints.items():
+            name = self.step.decode[i].request_id
+            constraint.advance([out.tokens[i]])
+            if constraint.error is not None:
+                out.errors[name] = constraint.error
+            elif constraint.complete:
+                out.complete.add(name)
+        if self.logprobs is not None:
+            names = [self.step.decode[i].request_id for i in self.logprobs[0]]
+            out.logprobs = dict(zip(names, self.logprobs[1].read(), strict=True))
+        return out
 
 
 @dataclass(slots=True)

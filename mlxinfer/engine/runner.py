@@ -13,13 +13,15 @@ import mlx.nn as nn
 
 from mlxinfer import runtime
 from mlxinfer.engine.forwards import Forwards
+from mlxinfer.engine.logprobs import Logprobs
 from mlxinfer.engine.ragged import stackable
-from mlxinfer.engine.rows import Decoding, Launched, Row, RowSpec, uniforms
+from mlxinfer.engine.rows import Choice, Decoding, Launched, Row, RowSpec, uniforms
 from mlxinfer.engine.sampling import BatchSampler, RowState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
+    from mlxinfer.engine.grammar import CompiledGrammar
     from mlxinfer.engine.kv import Sequence
     from mlxinfer.engine.prefix_store import PrefixStore
     from mlxinfer.engine.steps import DecodeRow, PrefillChunk, Release, Start, Step
@@ -39,36 +41,44 @@ class Runner(Forwards):
         self._decoding: Decoding | None = None
         self._steps = 0
         self._unsubmitted: list[list[mx.array]] = []
+        self._prompts: list[tuple[str, int, Logprobs]] = []
         self.submits_early = not runtime.on_cpu()
         """A step is submitted while the one before computes. On a CPU mlx would then copy every buffer that both write
         to: it holds a step's inputs until the step has run."""
 
-    def admit(self, spec: RowSpec) -> None:
+    def admit(self, spec: RowSpec, grammar: CompiledGrammar | None = None) -> None:
         """Take a request in; it holds no memory until it starts."""
         state = RowState(spec.sampling, spec.prompt_token_ids, self.vocab_size)
-        self._rows[spec.request_id] = Row(spec, state, spec.prompt_token_ids)
+        self._rows[spec.request_id] = Row(spec, state, spec.prompt_token_ids, grammar=grammar)
 
     def launch(self, step: Step) -> Launched:
-        """Build a step's graph and submit it where `submits_early`. Rows that it releases are gone afterwards."""
+        """Build a step's graph and submit it where `submits_early`. Rows that it releases are gone afterwards.
+
+        Where a row has a grammar the graph ends with the logits, until `choose` is called on what is returned.
+        """
         if step.release:
             self._settle()
             for release in step.release:
                 self._release(release)
         for start in step.start:
             self._start(start)
-        marker = tokens = None
-        self._unsubmitted = []
-        if self.fused and step.prefill and (step.decode or len(step.prefill) > 1):
-            tokens, marker = self._mixed(step)
+        marker = choice = None
+        self._unsubmitted, self._prompts = [], []
+        if self._joins(step):
+            choice, marker = self._mixed(step)
         else:
             for chunk in step.prefill:
                 marker = self._prefill(chunk)
             if step.decode:
-                tokens = self._decode(step.decode)
+                choice = self._decode(step.decode)
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
-        launched = Launched(step, tokens, marker, self._unsubmitted)
+        launched = Launched(step, choice, marker, self._unsubmitted, self._prompts)
+        if choice is not None and choice.constraints:
+            self._unsubmitted.append([choice.logits])
+        else:
+            launched.choose()
         if self.submits_early:
             launched.submit()
         return launched
@@ -107,6 +117,7 @@ class Runner(Forwards):
         if start.output:
             row.state = RowState(row.spec.sampling, row.spec.prompt_token_ids, self.vocab_size, start.output)
         row.tokens = (*row.spec.prompt_token_ids, *start.output)
+        row.constraint = None if row.grammar is None else row.grammar.begin(start.output)
         row.sequence = self.new_sequence()
         row.sequence.expect(len(row.tokens) + 1)
         row.token = None
@@ -130,11 +141,23 @@ class Runner(Forwards):
 
     # -- forwards --------------------------------------------------------------------------------------------------
 
+    def _joins(self, step: Step) -> bool:
+        """Whether chunks and decode rows go through one forward. Not where the prompt's own logits are wanted."""
+        if not (self.fused and step.prefill and (step.decode or len(step.prefill) > 1)):
+            return False
+        return all(self._rows[c.request_id].spec.prompt_logprobs is None for c in step.prefill)
+
     def _prefill(self, chunk: PrefillChunk) -> mx.array:
         """One chunk by itself, [1, L]."""
         row = self._rows[chunk.request_id]
-        self.forward([row.held], [row.tokens[chunk.start : chunk.end]])
-        # The logits stay unevaluated: mlx is lazy, so the head of the model costs nothing here.
+        logits = self.forward([row.held], [row.tokens[chunk.start : chunk.end]])
+        wanted = row.spec.prompt_logprobs
+        if wanted is not None:
+            following = row.tokens[chunk.start + 1 : chunk.end + 1]
+            logprobs = Logprobs.of(logits[0, : len(following)], mx.array(following), [wanted] * len(following))
+            self._prompts.append((chunk.request_id, chunk.start + 1, logprobs))
+            self._unsubmitted.append(logprobs.arrays())
+        # Else the logits stay unevaluated: mlx is lazy, so the head of the model costs nothing here.
         return self._after_prefill([chunk])
 
     def _after_prefill(self, chunks: Seq[PrefillChunk]) -> mx.array:
@@ -150,7 +173,7 @@ class Runner(Forwards):
         self._unsubmitted.append([*arrays, marker])
         return marker
 
-    def _mixed(self, step: Step) -> tuple[mx.array | None, mx.array]:
+    def _mixed(self, step: Step) -> tuple[Choice | None, mx.array]:
         """Chunks and decode rows in one forward of single tokens [R, 1]."""
         d = self._batch_of(tuple(row.request_id for row in step.decode)) if step.decode else None
         completing = {c.request_id for c in step.prefill}
@@ -178,14 +201,12 @@ class Runner(Forwards):
             if last:
                 keep.append(sum(lengths) - 1)
         logits = self._forward_groups(sequences, lengths, mx.concatenate(parts)[:, None], keep)
-        if d is not None:
-            d.tokens = d.sampler(logits[:, -1, :], uniforms(d.rows, step.decode))
-            self._unsubmitted.append([d.tokens])
-        return (None if d is None else d.tokens), self._after_prefill(step.prefill)
+        choice = None if d is None else _choice(d, logits, step.decode)
+        return choice, self._after_prefill(step.prefill)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    def _decode(self, decode: tuple[DecodeRow, ...]) -> mx.array:
+    def _decode(self, decode: tuple[DecodeRow, ...]) -> Choice:
         if self.tier == "batched-state" and len(decode) > 1:
             rows = [self._rows[r.request_id] for r in decode]
             if self._must_decode_apart(rows):
@@ -199,9 +220,7 @@ class Runner(Forwards):
             if d.batch is None:
                 d.batch = self._new_batch([row.held for row in d.rows])
             logits = self._forward(d.batch, inputs)
-        d.tokens = d.sampler(logits[:, -1, :], uniforms(d.rows, decode))
-        self._unsubmitted.append([d.tokens])
-        return d.tokens
+        return _choice(d, logits, decode)
 
     def _must_decode_apart(self, rows: list[Row]) -> bool:
         if any(row.held.length == 0 for row in rows):
@@ -212,7 +231,7 @@ class Runner(Forwards):
         self._settle()
         return not stackable([row.held for row in rows])
 
-    def _decode_apart(self, rows: list[Row], decode: tuple[DecodeRow, ...]) -> mx.array:
+    def _decode_apart(self, rows: list[Row], decode: tuple[DecodeRow, ...]) -> Choice:
         """One step row by row, for the first token of one-token prompts: a model may treat "no state yet" in its own
         way (recurrent_gemma does), which a stacked state of zeros can't stand for. Also while states have different
         sizes: longcat_flash_ngram keeps the last tokens, of which a short prompt has fewer.
@@ -222,11 +241,12 @@ class Runner(Forwards):
         logits = mx.concatenate(
             [self._forward_rows([row], inputs[i : i + 1, None])[:, -1, :] for i, row in enumerate(rows)]
         )
-        tokens = BatchSampler([row.state for row in rows])(logits, uniforms(rows, decode))
-        for i, row in enumerate(rows):
-            row.token = tokens[i : i + 1].astype(mx.uint32)
-        self._unsubmitted.append([tokens])
-        return tokens
+
+        def keep(tokens: mx.array) -> None:
+            for i, row in enumerate(rows):
+                row.token = tokens[i : i + 1].astype(mx.uint32)
+
+        return Choice(rows, BatchSampler([row.state for row in rows]), uniforms(rows, decode), logits, keep)
 
     def _forward_rows(self, rows: list[Row], tokens: mx.array) -> mx.array:
         batch = self._new_batch([row.held for row in rows])
@@ -256,3 +276,12 @@ class Runner(Forwards):
                 row.token = d.tokens[index : index + 1].astype(mx.uint32)
         if d.batch is not None:
             d.batch.release()
+
+
+def _choice(d: Decoding, logits: mx.array, decode: tuple[DecodeRow, ...]) -> Choice:
+    """Of the batch's logits [B, L, vocab]."""
+
+    def keep(tokens: mx.array) -> None:
+        d.tokens = tokens
+
+    return Choice(d.rows, d.sampler, uniforms(d.rows, decode), logits[:, -1, :], keep)

@@ -94,6 +94,31 @@ class RowState:
                 self.counts = self.counts.at[mx.array(list(output))].add(1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The tokens that some rows may choose from."""
+
+    rows: list[int]
+    bits: mx.array
+    """[rows, words] uint32, one bit per token, the lowest first."""
+
+    @classmethod
+    def of(cls, rows: list[int], bits: bytes) -> Allowed:
+        """From the rows' bits one after the other, whole words each."""
+        words = mx.array(memoryview(bits).cast("I"))  # pyright: ignore[reportArgumentType] (any buffer)
+        return cls(rows, words.reshape(len(rows), -1))
+
+    def only(self, logits: mx.array) -> mx.array:
+        """Logits [B, vocab], minus infinity where a token is not allowed."""
+        shifts = mx.arange(32, dtype=mx.uint32)
+        flags = ((self.bits[:, :, None] >> shifts) & 1).reshape(len(self.rows), -1)[:, : logits.shape[-1]]
+        if len(self.rows) == logits.shape[0]:
+            return mx.where(flags.astype(mx.bool_), logits, -mx.inf)
+        index = mx.array(self.rows)
+        logits[index] = mx.where(flags.astype(mx.bool_), logits[index], -mx.inf)
+        return logits
+
+
 class BatchSampler:
     """Samples for a fixed list of rows; made anew when rows join or leave."""
 
@@ -106,10 +131,13 @@ class BatchSampler:
         self._restore = None if order == list(range(len(order))) else mx.argsort(mx.array(order))
         self._filters = _Filters([rows[i].sampling for i in self._groups[2]]) if self._groups[2] else None
 
-    def __call__(self, logits: mx.array, uniforms: Sequence[float]) -> mx.array:
+    def __call__(self, logits: mx.array, uniforms: Sequence[float], allowed: Allowed | None = None) -> mx.array:
         """Logits [B, vocab] and one uniform number per row → token ids [B]. Nothing is evaluated."""
         if self._adjusted:
             logits = self._adjust(logits.astype(mx.float32))
+        if allowed is not None:
+            # `+ 0`: rows are replaced in this array, and others still need the logits as they are.
+            logits = allowed.only(logits + 0)
         greedy, plain, filtered = self._groups
         if len(greedy) == len(self.rows):
             tokens = mx.argmax(logits, axis=-1)

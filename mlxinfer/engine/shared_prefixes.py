@@ -29,7 +29,7 @@ class SharedPrefixes:
 
     def relate(self, tracked: Tracked, spec: RowSpec) -> None:
         """Note what the cache seems to hold of a new request, and who is about to compute more of it."""
-        if self._prefixes is None:
+        if self._prefixes is None or tracked.whole:
             return
         limit = tracked.prompt_length - 1
         tracked.hint = self._prefixes.peek(spec.cache_key, spec.prompt_token_ids, limit)
@@ -51,7 +51,7 @@ class SharedPrefixes:
     def claim(self, request_id: str, limit: int) -> int:
         """Claim what the cache holds of a request that starts. One that failed before computes everything itself."""
         tracked = self._state.requests[request_id]
-        if self._prefixes is None or tracked.strikes:
+        if self._prefixes is None or tracked.strikes or tracked.whole:
             return 0
         spec = self._open[request_id].request.spec
         tokens = (*spec.prompt_token_ids, *tracked.output)

@@ -10,7 +10,7 @@ from mlxinfer.engine.pace import Pace
 from mlxinfer.engine.steps import Release, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
     from mlxinfer.types import FinishReason
 
@@ -30,6 +30,8 @@ class Tracked:
     """Higher comes first."""
     boundaries: tuple[int, ...] = ()
     """Positions where a chunk ends and the state is remembered; rising."""
+    whole: bool = False
+    """All of the prompt is computed, whatever is known of it."""
     leader: str | None = None
     """A request with the same first `shared` tokens; while it is there and hasn't computed them, this one waits."""
     shared: int = 0
@@ -146,8 +148,11 @@ class SchedulerState:
         self.release.append(Release(request_id, tuple(self.requests[request_id].output), final=False))
         self.rewind(request_id)
 
-    def update(self, step: Step, tokens: Iterable[int]) -> list[Outcome]:
-        """Take in the tokens that a step's decode rows gave; tokens of requests that ended meanwhile are dropped."""
+    def update(self, step: Step, tokens: Iterable[int], complete: Container[str] = ()) -> list[Outcome]:
+        """Take in the tokens that a step's decode rows gave; tokens of requests that ended meanwhile are dropped.
+
+        Requests in `complete` end with their token.
+        """
         outcomes: list[Outcome] = []
         for row, token in zip(step.decode, tokens, strict=True):
             request = self.requests.get(row.request_id)
@@ -156,7 +161,7 @@ class SchedulerState:
             request.output.append(token)
             self._acquit(request)
             reason: Literal["stop", "length"] | None = None
-            if token in request.eos_token_ids:
+            if token in request.eos_token_ids or row.request_id in complete:
                 reason = "stop"
             elif len(request.output) >= request.max_tokens:
                 reason = "length"

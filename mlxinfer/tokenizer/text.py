@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8
@@ -22,11 +22,18 @@ class Detokenizer:
     Args:
         decode: ids to text.
         is_text: False for ids that have no text (special tokens, ids beyond the vocabulary).
+        kept: special tokens that are shown after all, by id, as the vocabulary spells them.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], is_text: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        is_text: Callable[[int], bool],
+        kept: Mapping[int, str] | None = None,
+    ) -> None:
         self._decode = decode
         self._is_text = is_text
+        self._kept = kept or {}
         # Window: [0, read) has been emitted and gives the rest its context (a leading space, a combined decoder).
         self._window: list[int] = []
         self._read = 0
@@ -34,6 +41,8 @@ class Detokenizer:
 
     def add(self, token_id: int) -> str:
         """The text that became certain with this token; often the token's own, sometimes none."""
+        if token_id in self._kept:
+            return self.flush() + self._kept[token_id]
         if not self._is_text(token_id):
             return ""
         self._window.append(token_id)
@@ -91,6 +100,8 @@ class StopMatcher:
         self._held = ""
         self._longest = max(map(len, stop), default=0)
         self.stopped = False
+        self.found: str | None = None
+        """The stop string that ended the text."""
 
     def feed(self, text: str) -> tuple[str, bool]:
         """(text that is certain to come before any stop string, whether one was found). After that: ("", True)."""
@@ -102,7 +113,9 @@ class StopMatcher:
         found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]], True
+            end, start = min(found)
+            self.found = text[start:end]
+            return text[:start], True
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

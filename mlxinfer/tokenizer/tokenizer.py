@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.errors import InvalidRequestError
@@ -202,9 +202,19 @@ class Tokenizer:
         text = self._render(messages, max_chars, add_generation_prompt, tools, template_kwargs)
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
-    def detokenizer(self) -> Detokenizer:
-        """A new incremental decoder for one reply; it skips special tokens."""
-        return Detokenizer(self.decode, self._has_text)
+    def detokenizer(self, keep: Iterable[int] = ()) -> Detokenizer:
+        """A new incremental decoder for one reply; it skips special tokens but those to `keep`."""
+        kept = {token: text for token in keep if (text := self.token_text(token)) is not None}
+        return Detokenizer(self.decode, self._has_text, kept)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of a control token; None when the vocabulary has none of this spelling."""
+        token = self._backend.token_to_id(text)
+        return token if token in self._special_ids else None
+
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        return self._backend.to_str()
 
     def _has_text(self, token_id: int) -> bool:
         return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None

@@ -125,7 +125,7 @@ class Engine:
         self._steps += 1
         Recorder.seen.clear()
         with unittest.mock.patch("mlxinfer.engine.runner.BatchSampler", Recorder):
-            tokens = self._runner.launch(step).read()
+            tokens = self._runner.launch(step).read().tokens
         rows = [row for out in Recorder.seen for row in np.array(out.astype(mx.float32))]
         return tokens, rows
 

@@ -217,7 +217,7 @@ def greedy(runner: Runner, prompts: list[list[int]], steps: int) -> list[list[in
         first = number == 0
         started = tuple(Start(n) for n in names) if first else ()
         rows = tuple(DecodeRow(n, number) for n in names)
-        tokens = runner.launch(Step(number, (), started, chunks if first else (), rows)).read()
+        tokens = runner.launch(Step(number, (), started, chunks if first else (), rows)).read().tokens
         for row, token in zip(out, tokens, strict=True):
             row.append(token)
     runner.launch(Step(steps, release=tuple(Release(n) for n in names)))
