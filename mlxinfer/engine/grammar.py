@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from mlxinfer.engine.unions import without_one_of
 from mlxinfer.errors import InvalidRequestError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -111,6 +112,11 @@ class Grammars:
                 f"the {grammar.kind} grammar cannot be used: {_one_line(matcher.get_error())}", param="grammar"
             )
         compiled = CompiledGrammar(matcher)
+        first = compiled.begin()
+        # Limits are hit here rather than on the MLX thread, and a grammar without a sentence is found out.
+        if not any(first.allowed(-(-self._vocab_size // 32))) or first.error is not None:
+            message = f"the {grammar.kind} grammar allows no text: {first.error or 'nothing can come first'}"
+            raise InvalidRequestError(message, param="grammar")
         with self._lock:
             self._compiled[grammar] = compiled
             while len(self._compiled) > CACHED:
@@ -177,7 +183,7 @@ def _source(grammar: Grammar) -> str:
     schema = {"type": "object"} if grammar.kind == "json_object" else _json(grammar.text, "the JSON schema")
     if schema is False or not isinstance(schema, dict | bool):
         raise InvalidRequestError("the JSON schema must be an object that something can satisfy", param="grammar")
-    text = json.dumps({} if schema is True else schema)
+    text = json.dumps({} if schema is True else without_one_of(schema))
     return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
 
 
@@ -204,4 +210,4 @@ def _json(text: str, what: str) -> Any:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:MAX_MESSAGE]
+    return " ".join(text.split("<state>")[0].split())[:MAX_MESSAGE]
