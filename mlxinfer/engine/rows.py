@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlxinfer.engine.logprobs import Logprobs
-from mlxinfer.engine.sampling import Allowed, BatchSampler, RowSampling, RowState, uniform
+from mlxinfer.engine.sampling import BatchSampler, RowSampling, RowState, uniform
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,11 +74,8 @@ class Choice:
 
     def make(self) -> mx.array:
         """The tokens [B], not evaluated."""
-        allowed = None
-        if self.constraints:
-            words = -(-self.logits.shape[-1] // 32)
-            bits = b"".join(c.allowed(words) for c in self.constraints.values())
-            allowed = Allowed.of(list(self.constraints), bits)
+        words = -(-self.logits.shape[-1] // 32)
+        allowed = {i: constraint.allowed(words) for i, constraint in self.constraints.items()}
         tokens = self.sampler(self.logits, self.uniforms, allowed)
         self.keep(tokens)
         return tokens

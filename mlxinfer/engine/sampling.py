@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from mlxinfer.types import SamplingParams
 
@@ -94,29 +95,17 @@ class RowState:
                 self.counts = self.counts.at[mx.array(list(output))].add(1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """The tokens that some rows may choose from."""
+def only_allowed(logits: mx.array, allowed: Mapping[int, bytes]) -> mx.array:
+    """Logits [B, vocab], minus infinity for the tokens that a row of `allowed` may not choose.
 
-    rows: list[int]
-    bits: mx.array
-    """[rows, words] uint32, one bit per token, the lowest first."""
-
-    @classmethod
-    def of(cls, rows: list[int], bits: bytes) -> Allowed:
-        """From the rows' bits one after the other, whole words each."""
-        words = mx.array(memoryview(bits).cast("I"))  # pyright: ignore[reportArgumentType] (any buffer)
-        return cls(rows, words.reshape(len(rows), -1))
-
-    def only(self, logits: mx.array) -> mx.array:
-        """Logits [B, vocab], minus infinity where a token is not allowed."""
-        shifts = mx.arange(32, dtype=mx.uint32)
-        flags = ((self.bits[:, :, None] >> shifts) & 1).reshape(len(self.rows), -1)[:, : logits.shape[-1]]
-        if len(self.rows) == logits.shape[0]:
-            return mx.where(flags.astype(mx.bool_), logits, -mx.inf)
-        index = mx.array(self.rows)
-        logits[index] = mx.where(flags.astype(mx.bool_), logits[index], -mx.inf)
-        return logits
+    A row's bytes have one bit per token, the lowest first. They are unpacked here: on a CPU mlx would take longer for
+    that than for the rest of a small model's step.
+    """
+    rows, vocab = logits.shape
+    flags = np.ones((rows, vocab), np.bool_)
+    for row, bits in allowed.items():
+        flags[row] = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocab, bitorder="little")
+    return mx.where(mx.array(flags), logits, -mx.inf)
 
 
 class BatchSampler:
@@ -131,13 +120,14 @@ class BatchSampler:
         self._restore = None if order == list(range(len(order))) else mx.argsort(mx.array(order))
         self._filters = _Filters([rows[i].sampling for i in self._groups[2]]) if self._groups[2] else None
 
-    def __call__(self, logits: mx.array, uniforms: Sequence[float], allowed: Allowed | None = None) -> mx.array:
+    def __call__(
+        self, logits: mx.array, uniforms: Sequence[float], allowed: Mapping[int, bytes] | None = None
+    ) -> mx.array:
         """Logits [B, vocab] and one uniform number per row → token ids [B]. Nothing is evaluated."""
         if self._adjusted:
             logits = self._adjust(logits.astype(mx.float32))
-        if allowed is not None:
-            # `+ 0`: rows are replaced in this array, and others still need the logits as they are.
-            logits = allowed.only(logits + 0)
+        if allowed:
+            logits = only_allowed(logits, allowed)
         greedy, plain, filtered = self._groups
         if len(greedy) == len(self.rows):
             tokens = mx.argmax(logits, axis=-1)

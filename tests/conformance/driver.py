@@ -20,7 +20,7 @@ from mlxinfer.engine.steps import DecodeRow, PrefillChunk, Release, Start, Step
 from tests.conformance.reference import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Seq
 
     from mlxinfer.engine.kv import Sequence
@@ -31,9 +31,9 @@ class Recorder(BatchSampler):
 
     seen: ClassVar[list[mx.array]] = []
 
-    def __call__(self, logits: mx.array, uniforms: Seq[float]) -> mx.array:
+    def __call__(self, logits: mx.array, uniforms: Seq[float], allowed: Mapping[int, bytes] | None = None) -> mx.array:
         self.seen.append(logits)
-        return super().__call__(logits, uniforms)
+        return super().__call__(logits, uniforms, allowed)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import pytest
 import mlxinfer
 from mlxinfer import InvalidRequestError
 from mlxinfer.engine import grammar as module
-from mlxinfer.engine.grammar import Grammars
+from mlxinfer.engine.grammar import Constraint, Grammars
 from mlxinfer.types import Grammar, SamplingParams
 from tests import tiny
 
@@ -133,12 +133,33 @@ def test_a_step_that_fails_leaves_the_grammar_where_it_was(llm: LLM, monkeypatch
 
 
 def test_a_grammar_that_breaks_on_the_way_fails_its_own_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(module.LIMITS, "step_lexer_fuel", 1)
-    with mlxinfer.load(llm.info.name) as fresh:
-        other = fresh.submit(fresh.prompt_ids("hello"), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
-        with pytest.raises(InvalidRequestError, match="cannot be followed any further"):
-            fresh.chat("hello", grammar=Grammar("regex", "(a|b)*abb{3,9}(c|d)*"), max_tokens=40, temperature=1)
-        assert other.result().usage.completion_tokens == 30
+    class Failing:
+        """What llguidance does when a limit is hit: an error state that it never leaves."""
+
+        def __init__(self, matcher) -> None:
+            self.matcher, self.left = matcher, 3
+
+        def consume_tokens(self, tokens: list[int]) -> bool:
+            self.left -= 1
+            return self.left > 0 and self.matcher.consume_tokens(tokens)
+
+        def get_error(self) -> str:
+            return "LexerTooComplex\n<state> internals"
+
+        def __getattr__(self, name: str):
+            return getattr(self.matcher, name)
+
+    compiled = llm.compile(CODE)
+    monkeypatch.setattr(compiled, "begin", lambda output=(): Constraint(Failing(compiled._matcher.deep_copy())))  # pyright: ignore[reportArgumentType]
+    greedy = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    expected = llm.submit(llm.prompt_ids("hello"), greedy).result()
+    other = llm.submit(llm.prompt_ids("hello"), greedy)
+    with pytest.raises(InvalidRequestError, match="followed any further: LexerTooComplex$") as caught:
+        llm.chat("hello", grammar=CODE, max_tokens=40, temperature=1)
+    assert caught.value.param == "grammar"
+    assert other.result() == expected
+    monkeypatch.undo()
+    assert re.fullmatch(CODE.text, llm.chat("hello", grammar=CODE, max_tokens=50, temperature=0))
 
 
 @pytest.mark.parametrize(
