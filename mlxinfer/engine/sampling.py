@@ -105,7 +105,7 @@ def only_allowed(logits: mx.array, allowed: Mapping[int, bytes]) -> mx.array:
     flags = np.ones((rows, vocab), np.bool_)
     for row, bits in allowed.items():
         flags[row] = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocab, bitorder="little")
-    return mx.where(mx.array(flags), logits, -mx.inf)
+    return mx.where(mx.array(flags), logits, -mx.inf)  # pyright: ignore[reportArgumentType] (any buffer)
 
 
 class BatchSampler:

@@ -154,7 +154,7 @@ def test_a_grammar_that_breaks_on_the_way_fails_its_own_request_only(llm: LLM, m
     greedy = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     expected = llm.submit(llm.prompt_ids("hello"), greedy).result()
     other = llm.submit(llm.prompt_ids("hello"), greedy)
-    with pytest.raises(InvalidRequestError, match="followed any further: LexerTooComplex$") as caught:
+    with pytest.raises(InvalidRequestError, match=r"followed any further: LexerTooComplex$") as caught:
         llm.chat("hello", grammar=CODE, max_tokens=40, temperature=1)
     assert caught.value.param == "grammar"
     assert other.result() == expected
