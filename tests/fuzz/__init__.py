@@ -1,0 +1,1 @@
+"""Requests that nobody should send: good ones with something wrong in them, sent to a real server."""

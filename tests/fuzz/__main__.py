@@ -1,0 +1,34 @@
+"""`python -m tests.fuzz [--requests N] [--seed S]`: a real server on a tiny model against mutated requests.
+
+No answer may be a 5xx (but 503 where it is full), no connection may drop, nothing may take longer than five seconds,
+and a canary request, every 20th and after each finding, has to give the same text as at the start. Prints findings as
+JSON lines and a summary; the exit status says whether there were any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.fuzz.campaign import Campaign, server
+from tests.tiny import write_folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--requests", type=int, default=50_000)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = write_folder(Path(folder) / "tiny")
+        with server(tiny, Path(folder)) as url:
+            campaign = Campaign(url, "tiny", args.seed)
+            campaign.run(args.requests)
+    print(campaign.summary())
+    return 1 if campaign.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
