@@ -7,6 +7,7 @@ a constraint gives the bits of the tokens that may come next (sampling.py applie
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -174,17 +175,28 @@ def _source(grammar: Grammar) -> str:
     """The grammar in llguidance's own form."""
     from llguidance import LLMatcher
 
-    if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(grammar.text)
-    if grammar.kind == "regex":
+    if grammar.kind == "regex" and not grammar.reasoning:
         return LLMatcher.grammar_from_regex(grammar.text)
+    lark = grammar.text if grammar.kind == "lark" else f"start: body\n{_body(grammar)}"
+    if grammar.reasoning:
+        lark = f"start: reasoning body\n{grammar.reasoning}\n{_body(grammar)}"
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _body(grammar: Grammar) -> str:
+    """The Lark rule of a reply."""
+    if grammar.kind == "regex":
+        # What is escaped stays so; a line's end would end the rule.
+        text = re.sub(r"\\.|/", lambda m: "\\/" if m[0] == "/" else m[0], grammar.text, flags=re.DOTALL)
+        return f"body: /{text}/".replace("\n", "\\n")
     if grammar.kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in _choices(grammar.text)))
+        return "body: " + " | ".join(json.dumps(c) for c in _choices(grammar.text))
     schema = {"type": "object"} if grammar.kind == "json_object" else _json(grammar.text, "the JSON schema")
     if schema is False or not isinstance(schema, dict | bool):
         raise InvalidRequestError("the JSON schema must be an object that something can satisfy", param="grammar")
-    text = json.dumps({} if schema is True else without_one_of(schema))
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+    schema = {} if schema is True else without_one_of(schema)
+    schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
+    return f"body: %json {json.dumps(schema)}"
 
 
 def _choices(text: str) -> list[str]:

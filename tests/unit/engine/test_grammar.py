@@ -64,6 +64,40 @@ def test_each_kind_of_grammar_holds(llm: LLM) -> None:
     assert isinstance(json.loads(one("json_schema", "true")), str | int | float | bool | list | dict | None)
 
 
+THINKING = 'reasoning: /[a-z]{2,9}/ "#"'
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_schema", json.dumps(SCHEMA), THINKING),
+        Grammar("regex", "[/a]{3}", THINKING),
+        Grammar("regex", "a\\/\\\\/\nb", THINKING),
+        Grammar("choice", '["yes", "no"]', THINKING),
+        Grammar("json_object", "", THINKING),
+    ],
+)
+def test_reasoning_may_come_first_and_the_rest_still_holds(llm: LLM, grammar: Grammar) -> None:
+    reply = llm.chat("hello", grammar=grammar, max_tokens=500, temperature=1, seed=2, logit_bias={0: -100})
+    thought, mark, rest = reply.partition("#")
+    assert mark
+    assert re.fullmatch("[a-z]{2,9}", thought)
+    if reply.finish_reason == "stop":
+        if grammar.kind == "json_schema":
+            jsonschema.validate(json.loads(rest), SCHEMA)
+        elif grammar.kind == "regex":
+            assert re.fullmatch(grammar.text, rest)
+        elif grammar.kind == "choice":
+            assert rest in ("yes", "no")
+        else:
+            assert isinstance(json.loads(rest), dict)
+
+
+def test_a_lark_grammar_leaves_no_room_for_reasoning() -> None:
+    with pytest.raises(InvalidRequestError, match="turn the model's reasoning off"):
+        Grammar("lark", 'start: "a"', THINKING)
+
+
 def test_a_reply_that_is_cut_by_its_length_says_so(llm: LLM) -> None:
     reply = llm.chat("hello", grammar=PERSON, max_tokens=2, temperature=1, seed=1)
     assert reply.finish_reason == "length"
