@@ -6,6 +6,7 @@ Reused: model classes, `sanitize`, quantized layers and cache classes. Not reuse
 from __future__ import annotations
 
 import contextlib
+import importlib
 import resource
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import mlx.nn as nn
 from mlxinfer.errors import MlxinferError, ModelFileError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 
 @contextlib.contextmanager
@@ -34,6 +35,7 @@ def _file_limit_kept() -> Iterator[None]:
 
 
 with _file_limit_kept():
+    import mlx_lm.tokenizer_utils as _tokenizer_utils
     import mlx_lm.utils as _utils
     from mlx_lm.models import activations as _activations
     from mlx_lm.models import base as _base
@@ -185,3 +187,56 @@ def dequantize(model: nn.Module) -> nn.Module:
 def num_parameters(model: nn.Module) -> int:
     """Parameters of a model, packed ones counted as what they stand for."""
     return int(_utils.get_total_parameters(model))
+
+
+class _TokenizerFacts:
+    """What mlx-lm's inference looks at in a tokenizer: the chat template, and which tokens there are."""
+
+    def __init__(self, chat_template: str, tokens: Collection[str]) -> None:
+        self.chat_template = chat_template
+        self._vocabulary = dict.fromkeys(tokens, 0)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._vocabulary
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return []
+
+
+def tool_parser_name(chat_template: str, tokens: Collection[str]) -> str | None:
+    """The module of mlx_lm.tool_parsers that reads this model's calls, as mlx-lm guesses it; None when none does."""
+    return _tokenizer_utils._infer_tool_parser(_TokenizerFacts(chat_template, tokens))
+
+
+def think_tags(tokens: Collection[str]) -> tuple[str, str] | None:
+    """What stands around the reasoning of a model with these tokens, as mlx-lm guesses it."""
+    start, end, *_ = _tokenizer_utils._infer_thinking(_TokenizerFacts("", tokens))
+    return (start, end) if start and end else None
+
+
+def framing_markup(tokens: Collection[str]) -> tuple[str, ...]:
+    """Markup of a model with these tokens that only frames text, as mlx-lm knows it."""
+    return tuple(_tokenizer_utils._infer_structural_markers(_TokenizerFacts("", tokens)))
+
+
+def parse_tool_call(parser: str, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The calls that a parser of mlx-lm finds in `text`, as it returns them; none when it fails.
+
+    `parser` is one of ours to name, never a model's. The text is a model's and the tools are a client's, so the parser
+    may raise anything.
+    """
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+    try:
+        parsed = module.parse_tool_call(text, list(tools) or None)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ):
+        return []
+    return parsed if isinstance(parsed, list) else [parsed]

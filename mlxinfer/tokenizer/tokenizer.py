@@ -109,6 +109,15 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def chat_template_texts(self) -> Mapping[str, str]:
+        """The chat templates' own text, by name ("default", "tool_use", …)."""
+        return dict(self._templates)
+
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that were added to the vocabulary by hand, special or not, by their spelling."""
+        return {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
+
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` framed as the model's tokenizer does it (a leading BOS, …).
 

@@ -115,3 +115,23 @@ def test_only_the_given_shards_are_read_and_custom_code_is_never_run(tmp_path):
     (folder / "config.json").write_text(json.dumps(tiny.config(model_file="evil.py")))
     with pytest.raises(ModelFileError, match="custom"):
         upstream.load_folder(folder, [folder / "model.safetensors"])
+
+
+def test_a_parser_of_tool_calls_that_fails_finds_none():
+    good = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+    assert upstream.parse_tool_call("qwen3_coder", good, []) == [{"name": "f", "arguments": {"a": "1"}}]
+    typed = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    assert upstream.parse_tool_call("qwen3_coder", good, [typed])[0]["arguments"] == {"a": 1}
+    assert upstream.parse_tool_call("qwen3_coder", good.replace("1", "x"), [typed]) == []
+    for broken in ("", "<function=f", good.replace("f>", ">")):
+        assert upstream.parse_tool_call("qwen3_coder", broken, [{}]) == []
+
+
+def test_mlx_lm_guesses_parsers_and_reasoning_from_what_we_hand_it():
+    assert upstream.tool_parser_name("<minimax:tool_call>", ()) == "minimax_m2"
+    assert upstream.tool_parser_name("", ("<|tool_call_start|>", "<|tool_call_end|>")) == "pythonic"
+    assert upstream.tool_parser_name("", ()) is None
+    assert upstream.think_tags(("<think>", "</think>")) == ("<think>", "</think>")
+    assert upstream.think_tags(()) is None
+    assert upstream.framing_markup(()) == ()
+    assert "<|open|>response<|sep|>" in upstream.framing_markup(("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"))
