@@ -59,6 +59,22 @@ class Settings:
     """MiB that macOS may not swap out; None: what mlx recommends; 0: none. Of no effect elsewhere."""
     keep_alive: int | None = None
     """Seconds without a request after which `serve` unloads a model; None: not before others need its memory."""
+    allow_hosts: tuple[str, ...] = ()
+    """Names in the Host header that `serve` answers to, besides its own; a variable separates them by commas."""
+    allow_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call `serve`."""
+    keys_file: Path | None = None
+    """API keys of `serve` with their names and limits."""
+    access_log: str = "stderr"
+    """Where `serve` writes a line for each request: stderr, off, or a file."""
+    metrics_open: bool = False
+    """/metrics needs no API key."""
+    max_body_mb: int = 10
+    """Largest body of a request in MiB."""
+    body_timeout: int = 60
+    """Seconds a client may take to send a request's headers, and its body."""
+    grace: int = 30
+    """Seconds that requests may go on after SIGTERM."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -162,6 +178,8 @@ def _coerce(name: str, value: Any, where: str, *, folder: Path | None = None, ty
     if name not in hints:
         raise InvalidRequestError(f"{where}: unknown setting {name!r}; known: {', '.join(hints)}", param=name)
     kind = hints[name]
+    if typing.get_origin(kind) is tuple:
+        return _strings(name, value, where)
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     wanted = next(k for k in kinds if k is not type(None))
     if wanted is Path and isinstance(value, str | Path):
@@ -171,8 +189,31 @@ def _coerce(name: str, value: Any, where: str, *, folder: Path | None = None, ty
             return int(value)
         except ValueError:
             raise InvalidRequestError(f"{where}: {name} must be an integer, not {value!r:.80}", param=name) from None
+    if wanted is bool:
+        return _flag(name, value, where, typed=typed)
     if isinstance(value, bool) or not isinstance(value, wanted):
         raise InvalidRequestError(f"{where}: {name} must be {wanted.__name__}, not {value!r:.80}", param=name)
+    return value
+
+
+def _strings(name: str, value: Any, where: str) -> tuple[str, ...]:
+    """A list of strings; a text holds them separated by commas."""
+    items: list[Any] | None = None
+    if isinstance(value, str):
+        items = [item.strip() for item in value.split(",") if item.strip()]
+    elif isinstance(value, list | tuple):
+        items = [*value]  # pyright: ignore[reportUnknownArgumentType]
+    if items is None or not all(isinstance(item, str) for item in items):
+        raise InvalidRequestError(f"{where}: {name} must be a list of strings, not {value!r:.80}", param=name)
+    return tuple(items)
+
+
+def _flag(name: str, value: Any, where: str, *, typed: bool) -> bool:
+    words = {"1": True, "true": True, "0": False, "false": False}
+    if isinstance(value, str) and not typed and value.lower() in words:
+        return words[value.lower()]
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{where}: {name} must be true or false, not {value!r:.80}", param=name)
     return value
 
 
@@ -194,6 +235,9 @@ def _check(s: Settings) -> None:
         "prefix_cache_mb": (s.prefix_cache_mb or 0, 0, 2**31 - 1),
         "prefix_disk_mb": (s.prefix_disk_mb or 0, 0, 2**31 - 1),
         "keep_alive": (s.keep_alive or 0, 0, 2**31 - 1),
+        "max_body_mb": (s.max_body_mb, 1, 256),
+        "body_timeout": (s.body_timeout, 1, 3600),
+        "grace": (s.grace, 0, 3600),
     }
     for name, (value, low, high) in limits.items():
         if not low <= value <= high:

@@ -20,7 +20,8 @@ FORMAT = "mlxinfer-chat"
 VERSION = 1
 MAX_FILE_BYTES = 64 * 1024 * 1024
 ROLES = ("user", "assistant")
-SETTABLE = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in ("logit_bias", "ignore_eos"))
+HIDDEN = ("logit_bias", "ignore_eos", "logprobs", "grammar")
+SETTABLE = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in HIDDEN)
 
 COMMANDS = {
     "/help": "this list",

@@ -42,6 +42,10 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 @click.option("--port", type=int, metavar="N", help="Port [8080]; 0 takes a free one.")
 @click.option("--allow-host", multiple=True, metavar="NAME", help="Another name in the Host header to answer to.")
 @click.option("--allow-origin", multiple=True, metavar="URL", help="A web page's origin that may call.")
+@click.option("--keys", metavar="FILE", help="API keys with names and limits (docs/server.md).")
+@click.option("--access-log", metavar="WHERE", help="A line for each request: stderr, off or a file [stderr].")
+@click.option("--metrics-open", is_flag=True, default=None, help="/metrics needs no API key.")
+@click.option("--grace", type=int, metavar="SECONDS", help="How long requests may go on after SIGTERM [30].")
 @click.option("--pin", multiple=True, metavar="NAME", help="Keep this model once it is loaded; may be repeated.")
 @click.option("--keep-alive", type=int, metavar="SECONDS", help="Unload a model after this long without a request.")
 @click.option("--lazy", is_flag=True, help="Load nothing before the first request for it.")
@@ -55,8 +59,7 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
 
     SIGTERM lets running requests end and exits with 0.
     """
-    flags = {name: opts[name] for name in ("ctx", "dtype", "kv_bits", "host", "port", "keep_alive")}
-    settings = options.settings_of(**flags)
+    settings = options.settings_of(**_flags(opts))
     if settings.prefix_disk_mb is None:
         settings = override(settings, {"prefix_disk_mb": PREFIX_DISK_MB})
     given = bool(models)
@@ -70,7 +73,7 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     for source in named.values():  # all of them, before the first is loaded for minutes
         with loading.naming_the_setting(source, given=given):
             checks.check_generates(source)
-    access = {"allowed_hosts": frozenset(opts["allow_host"]), "allowed_origins": frozenset(opts["allow_origin"])}
+    access = _access(settings, len(named))
     _check_address(settings, access)
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
@@ -83,6 +86,33 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
             _run(pool, settings, access, as_json=as_json)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _flags(opts: dict[str, Any]) -> dict[str, Any]:
+    """Settings that the command line gives; None: it doesn't."""
+    same = ("ctx", "dtype", "kv_bits", "host", "port", "keep_alive", "access_log", "metrics_open", "grace")
+    return {name: opts[name] for name in same} | {
+        "allow_hosts": opts["allow_host"] or None,
+        "allow_origins": opts["allow_origin"] or None,
+        "keys_file": opts["keys"],
+    }
+
+
+def _access(settings: Settings, models: int) -> dict[str, Any]:
+    """The fields of ServerOptions that settings say. Raises InvalidRequestError for a file of keys that is no such."""
+    from mlxinfer.server.keys import load_keys
+
+    return {
+        "allowed_hosts": frozenset(settings.allow_hosts),
+        "allowed_origins": frozenset(settings.allow_origins),
+        "keys": () if settings.keys_file is None else load_keys(settings.keys_file),
+        "access_log": None if settings.access_log == "off" else settings.access_log,
+        "metrics_open": settings.metrics_open,
+        "max_requests": models * (settings.max_num_seqs + settings.max_queue),
+        "max_body_bytes": settings.max_body_mb << 20,
+        "body_timeout_s": float(settings.body_timeout),
+        "grace_s": float(settings.grace),
+    }
 
 
 def _pool(named: dict[str, str], settings: Settings, pinned: tuple[str, ...]) -> ModelPool:
@@ -132,17 +162,25 @@ def _check_address(settings: Settings, access: dict[str, Any]) -> None:
 
 def _run(pool: ModelPool, settings: Settings, access: dict[str, Any], *, as_json: bool) -> None:
     from mlxinfer.engine.governor import governor
+    from mlxinfer.server.announce import RunningServer, announced
     from mlxinfer.server.run import serve as run_server
 
     governor().on_pressure = pool.relieve
+    here = ExitStack()
 
     def started(host: str, port: int) -> None:
         address = url(host, port)
+        server = RunningServer.this(host, port, tuple(pool), access["grace_s"])
+        try:
+            here.enter_context(announced(settings.cache_dir, server))
+        except OSError as error:
+            output.say(f"`mlxinfer ps` and `stop` won't know of this server: {error}")
         if as_json:
             output.emit_json({"url": address, "models": list(pool)})
         output.say(f"Serving {', '.join(pool)} at {address}/v1   (Ctrl-C stops)")
 
-    ended_by = run_server(pool, host=settings.host, port=settings.port, on_started=started, **access)
+    with here:
+        ended_by = run_server(pool, host=settings.host, port=settings.port, on_started=started, **access)
     if ended_by == signal.SIGINT:
         raise click.Abort
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from mlxinfer.engine.tracked import SchedulerState, Tracked
 
 AGING = 4
-"""For each this many prompt tokens computed for others, a waiting prompt counts as one token shorter, for good."""
+"""For each this many tokens computed for others, a waiting prompt counts as one token shorter, for good."""
 PRIORITY_AGING = 1 << 17
-"""For each this many prompt tokens computed for others, a waiting prompt counts as one priority higher."""
+"""For each this many tokens computed for others, a waiting prompt counts as one priority higher."""
 STALL = 1.7
 """Beside running streams, a step takes at most this many times a step without prompts …"""
 STALL_PER_STREAM = 2.2
@@ -118,9 +118,9 @@ class _Plan:
         """Start requests and give them prompt chunks while places, memory and time last."""
         order = self._order()
         waiting = [r for r in self.requests if not (r.request_id in self.state.started and r.prefilled)]
-        ready = [r for r in waiting if not self._blocked(r)]
+        ready = self._with_places(sorted((r for r in waiting if not self._blocked(r)), key=order))
         # What needs no prefill decodes in this very step and takes nobody's turn.
-        ready.sort(key=lambda r: (self._expected(r) > 0, order(r)))
+        ready.sort(key=lambda r: self._expected(r) > 0)
         given: set[str] = set()
         full = False
         for request in ready:
@@ -138,10 +138,23 @@ class _Plan:
                 self.live.append(request)
             if self.chunks and not self.state.fused:
                 break
-        total = sum(c.end - c.start for c in self.chunks)
+        total = sum(c.end - c.start for c in self.chunks) + len(self.live)
         for request in waiting:
             if request.request_id not in given:
                 request.waited += total
+
+    def _with_places(self, ready: list[Tracked]) -> list[Tracked]:
+        """Those that have a place or get one of those that are free, the first in line: not the first to be ready, or
+        newcomers whose prompts are cached would keep the others out."""
+        free = self.state.max_num_seqs - len(self.state.started)
+        chosen: list[Tracked] = []
+        for request in ready:
+            if request.request_id not in self.state.started:
+                if free < 1:
+                    continue
+                free -= 1
+            chosen.append(request)
+        return chosen
 
     def _expected(self, request: Tracked) -> int:
         """Prompt tokens left to compute, as far as is known before it starts."""

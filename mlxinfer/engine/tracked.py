@@ -47,7 +47,7 @@ class Tracked:
     output: list[int] = field(default_factory=list[int])
     finished: FinishReason | None = None
     waited: int = 0
-    """Prompt tokens that were computed for others while this one waited for its next turn."""
+    """Tokens that were computed for others while this one waited for its next turn."""
     strikes: int = 0
     """Failed steps that this request had a part in."""
     failed_alone: int = 0

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mlxinfer.errors import MlxinferError
+from mlxinfer.server.record import note_error, record_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,15 +54,15 @@ def error_object(status: int, message: str, *, code: str, param: str | None = No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def describe(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """(status, body, headers) for any exception. What isn't ours is logged and not shown."""
+def describe(error: BaseException, request_id: str = "?") -> tuple[int, dict[str, Any], dict[str, str]]:
+    """(status, body, headers) for any exception. What isn't ours is logged, with the request's id, and not shown."""
     if isinstance(error, MlxinferError):
         headers = dict(getattr(error, "headers", {}))
         if (retry := getattr(error, "retry_after", None)) is not None:
             headers["retry-after"] = str(max(1, math.ceil(retry)))
         body = error_object(error.status, str(error), code=error.code, param=getattr(error, "param", None))
         return error.status, body, headers
-    log.error("unexpected error", exc_info=error)
+    log.error("request %s: unexpected error", request_id, exc_info=error)
     return 500, error_object(500, "internal error; the server's log has the details", code="internal_error"), {}
 
 
@@ -71,15 +72,16 @@ def json_response(body: Mapping[str, Any], *, status: int = 200, headers: Mappin
     return Response(text, status_code=status, headers=dict(headers or {}), media_type="application/json")
 
 
-def error_response(error: BaseException) -> Response:
-    status, body, headers = describe(error)
+def error_response(error: BaseException, request_id: str = "?") -> Response:
+    status, body, headers = describe(error, request_id)
     return json_response(body, status=status, headers=headers)
 
 
 def install(app: FastAPI) -> None:
-    """Send every exception through `error_response`."""
+    """Send our exceptions and the router's through `error_response`; access.py answers what is left."""
 
-    async def ours(_: Request, error: Exception) -> Response:
+    async def ours(request: Request, error: Exception) -> Response:
+        note_error(request.scope, error)
         return error_response(error)
 
     async def http(request: Request, error: Exception) -> Response:
@@ -90,8 +92,8 @@ def install(app: FastAPI) -> None:
         }.get(error.status_code, str(error.detail))
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         body = error_object(error.status_code, message, code=code)
+        record_of(request.scope).error = code
         return json_response(body, status=error.status_code, headers=error.headers)
 
     app.add_exception_handler(MlxinferError, ours)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, ours)

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from mlxinfer.server.errors import error_object
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
+    from collections.abc import Callable
+
+log = logging.getLogger("mlxinfer.server")
 
 STATUSES = (400, 431, 501)
 """What broken HTTP is answered with; h11 suggests one."""
 
 
-def protocol(timeout_s: float) -> type[H11Protocol]:
+def protocol(timeout_s: float, max_connections: int, refused: Callable[[str], None]) -> type[H11Protocol]:
     """A protocol that gives clients `timeout_s` to send a request's headers, and, when it was answered before it was
-    read, the rest of its body. A body that is read has a limit of its own (body.py)."""
+    read, the rest of its body. A body that is read has a limit of its own (body.py).
+
+    Connections beyond `max_connections` get a 503, so that files can still be opened. `refused` hears the code of
+    what never becomes a request.
+    """
 
     class Protocol(H11Protocol):
         _due: TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._arm()
+            if len(self.connections) > max_connections:
+                text = f"this server holds {max_connections} connections already; try again later"
+                self._answer(503, text, "too_many_connections")
+            else:
+                self._arm()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
@@ -47,15 +59,20 @@ def protocol(timeout_s: float) -> type[H11Protocol]:
             error = sys.exc_info()[1]
             status = getattr(error, "error_status_hint", 400)
             status = status if status in STATUSES else 400
-            text = f"the request is not valid HTTP: {error or msg}"
-            body = json.dumps(error_object(status, text, code="invalid_http")).encode("ascii")
+            self._answer(status, f"the request is not valid HTTP: {error or msg}", "invalid_http")
+
+        def _answer(self, status: int, text: str, code: str) -> None:
+            """An answer without a request, and the end of the connection."""
+            log.warning("refused a connection of %s: %s", (self.client or ("?",))[0], ascii(text)[1:201])
+            refused(code)
+            body = json.dumps(error_object(status, text, code=code)).encode("ascii")
             headers = [
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
                 (b"connection", b"close"),
             ]
             for event in (
-                h11.Response(status_code=status, headers=headers, reason=b"Bad Request"),
+                h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             ):

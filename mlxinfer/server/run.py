@@ -18,6 +18,7 @@ import uvicorn
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server.app import create_app
+from mlxinfer.server.logs import logging_to
 from mlxinfer.server.options import ServerOptions
 from mlxinfer.server.protocol import protocol
 
@@ -36,6 +37,8 @@ FLUSH_S = 0.5
 """How long after the grace clients have to read their last event."""
 WANTED_FILES = 8192
 """Open files; macOS starts programs with a limit of 256, fewer than the connections a server should hold."""
+KEPT_FILES = 256
+"""Of these, left to models, caches and logs when all connections are taken."""
 
 
 def serve(
@@ -58,13 +61,10 @@ def serve(
     Raises InvalidRequestError when the address cannot be bound, or is not loopback and there is no key.
     """
     chosen = ServerOptions(host=host, api_key=api_key or os.environ.get("MLXINFER_API_KEY") or None, **options)
-    listener = bind(host, port)
-    try:
+    with contextlib.closing(bind(host, port)) as listener, logging_to(chosen.access_log):
         _raise_file_limit()
         server = Server(create_app(models, chosen), chosen, on_started=on_started, log_level=log_level)
         asyncio.run(server.serve(sockets=[listener]))
-    finally:
-        listener.close()
     return server.ended_by
 
 
@@ -94,7 +94,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that drains: on a signal open requests get `grace_s`, then an error as their last event."""
+    """uvicorn that drains: on a signal open requests get `grace_s`, then an error as their last event. A second signal
+    ends them at once."""
 
     def __init__(
         self,
@@ -104,24 +105,26 @@ class Server(uvicorn.Server):
         on_started: Callable[[str, int], None] | None = None,
         log_level: str = "warning",
     ) -> None:
+        self._state: ServerState = app.state.server
         config = uvicorn.Config(
             app,
             backlog=BACKLOG,
             log_level=log_level,
             access_log=False,
+            log_config=None,  # uvicorn's own would close the handlers that there are
             server_header=False,
             proxy_headers=False,
             lifespan="off",
             ws="none",
-            http=protocol(options.body_timeout_s),
+            http=protocol(options.body_timeout_s, _max_connections(), self._state.metrics.refused),
             timeout_keep_alive=30,
             timeout_graceful_shutdown=math.ceil(options.grace_s) + 2,
         )
         super().__init__(config)
         logging.getLogger("asyncio").addFilter(_hide_departures)
         self.ended_by: int | None = None
+        self._impatient = asyncio.Event()
         self._options = options
-        self._state: ServerState = app.state.server
         self._on_started = on_started
 
     @contextlib.contextmanager
@@ -139,8 +142,11 @@ class Server(uvicorn.Server):
                 signal.signal(s, handler)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.ended_by = sig
-        super().handle_exit(sig, frame)
+        if self.should_exit:
+            self._impatient.set()
+        else:
+            self.ended_by = sig
+            self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -153,20 +159,30 @@ class Server(uvicorn.Server):
         grace = self._options.grace_s
         self._state.inflight.drain()
         self._state.pool.shutdown(wait=False, cancel_futures=True)
-        timers = (
-            loop.call_later(grace, self._state.inflight.end_all),
-            loop.call_later(grace + FLUSH_S, self._abort_connections),
-        )
+        ending = loop.create_task(self._end_in(grace))
         try:
             await super().shutdown(sockets)
         finally:
-            for timer in timers:
-                timer.cancel()
+            ending.cancel()
+
+    async def _end_in(self, grace: float) -> None:
+        """End what still runs after the grace, or when a second signal comes."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._impatient.wait(), grace)
+        self._state.inflight.end_all()
+        await asyncio.sleep(FLUSH_S)
+        self._abort_connections()
 
     def _abort_connections(self) -> None:
         """Clients that do not read their last event hold nobody up."""
         for connection in tuple(self.server_state.connections):
             connection.transport.abort()
+
+
+def _max_connections() -> int:
+    """As many as this process can have files, less what else it opens."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return WANTED_FILES if soft == resource.RLIM_INFINITY else max(soft - KEPT_FILES, soft // 2)
 
 
 def _raise_file_limit() -> None:

@@ -1,39 +1,65 @@
-"""Who may talk to the server: Host, Origin, bearer key and content type, before any route runs.
+"""Who may talk to the server: Host, Origin, API key and content type, before any route runs.
 
 A web page can make a browser send requests to 127.0.0.1. Host stops pages whose domain was pointed at us, Origin stops
-foreign pages, and the content type makes every cross-site POST one that the browser must ask about first.
+foreign pages, and the content type makes every cross-site POST one that the browser must ask about first. Every refusal
+is logged with the flag that would allow it.
 """
 
 from __future__ import annotations
 
-import hmac
+import ipaddress
+import logging
+import re
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
 from mlxinfer.server.errors import HttpError, error_response
+from mlxinfer.server.keys import ApiKey, Keyring
+from mlxinfer.server.record import note_error, record_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from mlxinfer.server.keys import Allowance
+    from mlxinfer.server.metrics import ServerMetrics
     from mlxinfer.server.options import ServerOptions
+
+log = logging.getLogger("mlxinfer.server")
 
 PREFLIGHT = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
-    "access-control-allow-headers": "authorization, content-type",
     "access-control-max-age": "600",
 }
+ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta"
+EXPOSED_HEADERS = "x-request-id, x-mlxinfer-ignored, retry-after"
 MAX_HEADER_ECHO = 80
+_HOST = re.compile(r"(?:\[([0-9a-f:.]{2,45})\]|([a-z0-9._-]{1,253}))(?::[0-9]{1,5})?")
+_ABSOLUTE = re.compile(r"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{1,1000}")
+
+
+class RefusedError(HttpError):
+    """A request that is turned away before its route; `allow` says what would let it in."""
+
+    def __init__(self, status: int, message: str, *, code: str, allow: str, headers: dict[str, str] | None = None):
+        super().__init__(status, message, code=code, headers=headers)
+        self.allow = allow
 
 
 class Guard:
-    """ASGI middleware in front of everything."""
+    """ASGI middleware in front of every route."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+    def __init__(self, app: ASGIApp, options: ServerOptions, metrics: ServerMetrics) -> None:
         self._app = app
         self._options = options
+        self._metrics = metrics
+        own = () if options.api_key is None else (ApiKey.of("default", options.api_key),)
+        self._keys = Keyring((*own, *options.keys))
+        self.working = 0
+        """Requests with a body that has arrived and an answer that has not ended. Bodies that stall are none."""
+        self._open = {"/health", "/ready"} | ({"/metrics"} if options.metrics_open else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,52 +67,121 @@ class Guard:
             return
         headers = Headers(scope=scope)
         origin = headers.get("origin")
+        entered, refused = None, False
         try:
+            self._check_target(scope)
             self._check_host(headers)
             self._check_origin(headers)
+            app = self._app
             if scope["method"] == "OPTIONS" and origin is not None:
-                response = Response(status_code=204, headers=PREFLIGHT)
+                app = Response(status_code=204, headers=_preflight(headers))
             else:
-                self._check_key(scope["path"], headers)
                 self._check_content_type(scope["method"], headers)
-                response = self._app
+                allowance = self._known(scope, headers)
+                self._check_room(scope["method"])
+                if allowance is not None:
+                    allowance.enter()
+                    entered = allowance
         except HttpError as error:
-            response = error_response(error)
-        await response(scope, receive, _with_cors(send, origin) if origin is not None else send)
+            app = error_response(error)
+            refused = error.code in ("wrong_host", "foreign_origin")
+            self._note(scope, error)
+        work = _Work(self, receive)
+        try:
+            await app(scope, work.receive, send if origin is None or refused else _with_cors(send, origin))
+        finally:
+            self.working -= work.counted
+            if entered is not None:
+                entered.leave()
+
+    def _note(self, scope: Scope, error: HttpError) -> None:
+        record = record_of(scope)
+        record.allow = getattr(error, "allow", None)
+        note_error(scope, error)
+        self._metrics.refused(error.code)
+        who = (scope.get("client") or ("?",))[0]
+        log.warning(
+            "refused %s %a of %s (%s): %s%s",
+            scope["method"][:16],
+            scope["path"][:MAX_HEADER_ECHO],
+            who,
+            record.id,
+            str(error).encode("ascii", "backslashreplace").decode(),
+            f" [allowed by: {record.allow}]" if record.allow else "",
+        )
+
+    def _check_target(self, scope: Scope) -> None:
+        """`GET http://host/path`: that host counts, as HTTP has it (RFC 9112, 3.2.2), and has to be ours."""
+        match = _ABSOLUTE.fullmatch(scope["path"])
+        if match is None:
+            return
+        self._check_name(match[1])
+        scope["path"] = match[2] or "/"
+        scope["raw_path"] = scope["path"].encode("utf-8", "replace")
 
     def _check_host(self, headers: Headers) -> None:
         hosts = headers.getlist("host")
-        name = _host_name(hosts[0]) if len(hosts) == 1 else None
+        self._check_name(hosts[0] if len(hosts) == 1 else ", ".join(hosts))
+
+    def _check_name(self, host: str) -> None:
+        name = host_name(host)
         if name is None or not self._options.answers_to(name):
-            raise HttpError(
+            raise RefusedError(
                 421,
-                f"this server does not answer to the host {', '.join(hosts)!r:.{MAX_HEADER_ECHO}}; "
+                f"this server does not answer to the host {host[:MAX_HEADER_ECHO]!r}; "
                 "start it with that name among the allowed hosts if it is yours",
                 code="wrong_host",
+                allow=f"--allow-host {name or 'NAME'}"[:MAX_HEADER_ECHO],
             )
 
     def _check_origin(self, headers: Headers) -> None:
+        host = headers["host"].lower()
         for origin in headers.getlist("origin"):
-            own = origin.lower() in (f"http://{headers['host'].lower()}", f"https://{headers['host'].lower()}")
+            own = origin.lower() in (f"http://{host}", f"https://{host}")
             if not own and origin.lower() not in self._options.allowed_origins:
-                raise HttpError(
+                named = origin if "://" in origin else "URL (not possible for a page without an address)"
+                raise RefusedError(
                     403,
-                    f"web pages of origin {origin!r:.{MAX_HEADER_ECHO}} may not call this server",
+                    f"web pages of origin {origin[:MAX_HEADER_ECHO]!r} may not call this server",
                     code="foreign_origin",
+                    allow=f"--allow-origin {named.encode('ascii', 'replace').decode()}"[:MAX_HEADER_ECHO],
                 )
+        # What <img> and <script> of a foreign page ask for comes without an Origin; browsers say so here.
+        embedded = headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate"
+        if embedded and "origin" not in headers:
+            raise RefusedError(
+                403,
+                "a web page of another site may not embed what this server sends",
+                code="foreign_origin",
+                allow="a request with CORS, and --allow-origin",
+            )
 
-    def _check_key(self, path: str, headers: Headers) -> None:
-        key = self._options.api_key
-        if key is None or path in ("/health", "/ready"):
-            return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        # Latin-1 is how header bytes were decoded; compare_digest takes the same time wherever they differ.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
-            raise HttpError(
+    def _known(self, scope: Scope, headers: Headers) -> Allowance | None:
+        """What is left to the request's key; None: it needs none. Raises 401 without one that is known."""
+        if not self._keys or scope["path"] in self._open:
+            return None
+        allowance = self._keys.find(_secret(headers))
+        if allowance is None:
+            raise RefusedError(
                 401,
-                "this server needs its API key: send Authorization: Bearer …",
+                "this server needs its API key: send Authorization: Bearer … or x-api-key",
                 code="invalid_api_key",
+                allow="a key of MLXINFER_API_KEY or --keys",
                 headers={"www-authenticate": "Bearer"},
+            )
+        record_of(scope).allowance = allowance
+        return allowance
+
+    def _check_room(self, method: str) -> None:
+        """Beyond the queue a request costs its headers only, and hears so at once."""
+        limit = self._options.max_requests
+        if method == "POST" and limit is not None and self.working >= limit:
+            raise RefusedError(
+                429,
+                f"{limit} requests run or wait already; try again in a moment",
+                code="queue_full",
+                allow="max_queue",
+                headers={"retry-after": "1"},
             )
 
     def _check_content_type(self, method: str, headers: Headers) -> None:
@@ -95,28 +190,64 @@ class Guard:
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise HttpError(
-                415, f"the content type is {kind!r:.{MAX_HEADER_ECHO}}; send application/json", code="content_type"
+            raise RefusedError(
+                415,
+                f"the content type is {kind[:MAX_HEADER_ECHO]!r}; send application/json",
+                code="content_type",
+                allow="content-type: application/json",
             )
 
 
-def _host_name(header: str) -> str | None:
-    """The name in a Host header, lower case, without port and brackets."""
+class _Work:
+    """Counts a request as work once its body has arrived."""
+
+    def __init__(self, guard: Guard, receive: Receive) -> None:
+        self._guard = guard
+        self._receive = receive
+        self.counted = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if not self.counted and message["type"] == "http.request" and not message.get("more_body", False):
+            self.counted = True
+            self._guard.working += 1
+        return message
+
+
+def _secret(headers: Headers) -> str:
+    """The key as OpenAI's clients send it, or as Anthropic's do."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+
+
+def host_name(header: str) -> str | None:
+    """The name in a Host header: lower case, without port, brackets and the root's dot. None: it is no such header."""
+    match = _HOST.fullmatch(header.lower())
+    if match is None:
+        return None
+    if match[1] is None:
+        return match[2].removesuffix(".")
     try:
-        parts = urlsplit(f"//{header}")
-        _ = parts.port
+        return ipaddress.IPv6Address(match[1]).compressed
     except ValueError:
         return None
-    if parts.username is not None or parts.path or parts.query or parts.fragment:
-        return None
-    return parts.hostname
+
+
+def _preflight(headers: Headers) -> dict[str, str]:
+    """What an allowed page may send. Clients add headers of their own, so those it asks for are granted."""
+    asked = headers.get("access-control-request-headers", "")
+    granted = {"access-control-allow-headers": asked if _HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS}
+    if headers.get("access-control-request-private-network") == "true":
+        granted["access-control-allow-private-network"] = "true"
+    return PREFLIGHT | granted
 
 
 def _with_cors(send: Send, origin: str) -> Send:
     async def wrapped(message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] not in (403, 421):
+        if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["access-control-allow-origin"] = origin
+            headers["access-control-expose-headers"] = EXPOSED_HEADERS
             headers.add_vary_header("origin")
         await send(message)
 

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from mlxinfer.server.errors import describe
 from mlxinfer.server.inflight import until_disconnect
+from mlxinfer.server.record import note_error, record_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
@@ -42,18 +43,19 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await until_disconnect(receive, self._send_all(send))
+            await until_disconnect(receive, self._send_all(scope, send))
         finally:
             self._on_end()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         last = DONE
         try:
             async for item in self._objects:
                 data = KEEPALIVE if item is None else frame(item)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:  # noqa: BLE001 (the HTTP edge) the status line is out: what went wrong is the last event
-            last = frame(describe(error)[1])
+            note_error(scope, error)
+            last = frame(describe(error, record_of(scope).id)[1])
         finally:
             await self._objects.aclose()
         await send({"type": "http.response.body", "body": last, "more_body": False})

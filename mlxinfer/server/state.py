@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mlxinfer.errors import InvalidRequestError, ModelFileError, ModelNotFoundError, UnsupportedModelError
 from mlxinfer.server.errors import HttpError
 from mlxinfer.server.inflight import Inflight, shutting_down, until_disconnect
+from mlxinfer.server.record import record_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
     from starlette.types import Receive
 
     from mlxinfer.pool import Lease, ModelPool
+    from mlxinfer.server.metrics import ServerMetrics
     from mlxinfer.server.options import ServerOptions
+    from mlxinfer.server.record import RequestRecord
+    from mlxinfer.types import Timings, Usage
 
 
 log = logging.getLogger("mlxinfer.server")
@@ -37,23 +42,47 @@ def _pool() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
+    """`state_of` gives a route the view of its request: models its key may not use do not exist there."""
+
     models: ModelPool
     options: ServerOptions
+    metrics: ServerMetrics
     inflight: Inflight = field(default_factory=Inflight)
     pool: ThreadPoolExecutor = field(default_factory=_pool)
     started: int = field(default_factory=lambda: int(time.time()))
+    record: RequestRecord | None = None
+    """Of the request whose view this is."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose cached prefixes a request may use: `tenant` of LLM.submit."""
+        return self.record.key.name if self.record and self.record.key else ""
+
+    def names(self) -> list[str]:
+        """The registered models that exist for this request."""
+        key = self.record.key if self.record else None
+        return [name for name in self.models if key is None or key.allows(name)]
+
+    def observe(self, model: str, usage: Usage, timings: Timings | None, reason: str) -> None:
+        """A choice ended; to be called once for each, also for those cut short. Feeds the metrics, the access log and
+        the key's limits. A prompt counts once: for its later choices `usage.prompt_tokens` is 0."""
+        self.metrics.observe_request(model, usage, timings, reason)
+        if self.record is not None:
+            self.record.add(model, usage)
 
     def served_name(self, name: str | None) -> str:
         """The name of a registered model. None is the only one; a name is compared and never opened as a path or an id.
 
         Raises InvalidRequestError or HttpError 404.
         """
+        names = self.names()
+        listed = ", ".join(names)
         if name is None:
-            if len(self.models) == 1:
-                return next(iter(self.models))
-            raise InvalidRequestError(f"model is missing; this server has: {self._names()}", param="model")
-        if name not in self.models:
-            message = f"no model {name!r:.80} here; this server has: {self._names()}"
+            if len(names) == 1:
+                return names[0]
+            raise InvalidRequestError(f"model is missing; this server has: {listed}", param="model")
+        if name not in names:
+            message = f"no model {name!r:.80} here; this server has: {listed}"
             raise HttpError(404, message, code="model_not_found", param="model")
         return name
 
@@ -62,7 +91,7 @@ class ServerState:
 
         Raises what loading raises, HttpError 503 when the server shuts down first, 400 when the client leaves.
         """
-        future = self.models.request(name)
+        future = self.models.request(self.served_name(name))
         try:
             if not future.done():
                 arrived, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -94,9 +123,7 @@ class ServerState:
         self.check_open()
         return await self.inflight.unless_draining(asyncio.get_running_loop().run_in_executor(self.pool, work))
 
-    def _names(self) -> str:
-        return ", ".join(self.models)
-
 
 def state_of(request: Request) -> ServerState:
-    return request.app.state.server
+    """The server as this request may see it."""
+    return dataclasses.replace(request.app.state.server, record=record_of(request.scope))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ MAX_VOLUME = 512 << 20
 MAX_STEPS = 300_000
 """Loop and macro bodies that one rendering may run."""
 MAX_SECONDS = 3.0
+MAX_INT_BITS = 8192
+"""Division of longer integers takes time that grows with their square, in one call that nothing can interrupt."""
 CLOCK_EVERY = 4096
 
 CONTAINERS = (list, tuple, set, frozenset)
@@ -117,7 +119,15 @@ class Budget:
             if id(value) not in self.known:
                 self.build((len(value) + 1) * NODE_WEIGHT)
             self.weigh(value)
+        elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+            raise TemplateLimitError(f"it builds an integer of {value.bit_length():,} bits; at most {MAX_INT_BITS:,}")
         return value
+
+    def clocked(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The items, with a look at the clock before each."""
+        for item in items:
+            self.clock()
+            yield item
 
 
 def _children(node: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -13,10 +13,16 @@ import jinja2
 from mlxinfer.tokenizer.budget import NODE_WEIGHT, TemplateLimitError, check_size, current, weight
 
 MAX_PADDING = 1000
-"""Widest field a formatting filter may pad to."""
+"""Widest field a formatting filter may pad to, and the longest text that takes part in a slow search."""
+MAX_PAIRS = 4096
+"""Pairs that one call may make a dict of: with keys that are made to collide its time grows with their square."""
+MAX_ATTRIBUTES = 8
+"""Attributes that a filter may follow or sort by, for each item."""
+MAX_SLOW_CHARS = 1 << 20
+"""Longest text of filters that look at each character in Python or collect its pieces."""
 
 _UNSAFE_FILTERS = (
-    "center", "filesizeformat", "pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr",
+    "center", "filesizeformat", "pprint", "random", "striptags", "urlize", "wordcount", "wordwrap", "xmlattr",
 )  # fmt: skip
 _TAKES_ITEMS = frozenset(
     {
@@ -24,6 +30,8 @@ _TAKES_ITEMS = frozenset(
         "slice", "sort", "sum", "unique",
     }
 )  # fmt: skip
+_SLOW_METHODS = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"})
+"""str methods whose time is the text's length times the argument's, in one call that nothing can interrupt."""
 WIDE_FORMAT = re.compile(r"\d{4,}|\*|\{[^}]*\{")
 
 
@@ -32,8 +40,10 @@ def install(env: jinja2.Environment) -> None:
     for name in _UNSAFE_FILTERS:
         env.filters.pop(name, None)
     env.filters["tojson"] = _tojson
-    for name in ("indent", "truncate", "batch", "slice", "round"):
+    for name in ("indent", "truncate", "batch", "slice", "round", "trim"):
         env.filters[name] = _padding_checked(env.filters[name])
+    for name in ("int", "float", "title", "urlencode"):
+        env.filters[name] = _length_checked(env.filters[name])
     env.filters["string"] = _string_filter
     env.filters["format"] = _format_filter
     env.filters["replace"] = _replace_filter
@@ -41,9 +51,9 @@ def install(env: jinja2.Environment) -> None:
     env.filters["sum"] = _sum_filter(env.filters["sum"])
     env.filters["indent"] = _indent_filter(env.filters["indent"])
     for name, function in env.filters.items():
-        env.filters[name] = _accounted(function, name in _TAKES_ITEMS)
+        env.filters[name] = _accounted(function, name in _TAKES_ITEMS, name not in ("join", "batch", "slice"))
     for name, function in env.tests.items():
-        env.tests[name] = _accounted(function, False)
+        env.tests[name] = _accounted(function)
 
 
 def _tojson(
@@ -80,16 +90,57 @@ def _padding_checked(filter_: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _accounted(function: Callable[..., Any], takes_items: bool) -> Callable[..., Any]:
+def _length_checked(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that takes long for its text."""
+
+    def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if weight(value) > MAX_SLOW_CHARS:
+            raise TemplateLimitError(f"a filter is given more than {MAX_SLOW_CHARS:,} characters")
+        return filter_(value, *args, **kwargs)
+
+    return checked
+
+
+def _check_attributes(text: str) -> None:
+    """Of a filter's argument that may name attributes to follow (a.b.c) or to sort by (a,b)."""
+    if len(text) > MAX_PADDING or text.count(".") + text.count(",") >= MAX_ATTRIBUTES:
+        raise TemplateLimitError(f"a filter names too many attributes: {text!r:.40}")
+
+
+def check_method(name: str, args: Iterable[Any]) -> None:
+    """Before a method of a string is called."""
+    longest = max((len(value) for value in args if isinstance(value, str)), default=0)
+    if name in _SLOW_METHODS and longest > MAX_PADDING:
+        raise TemplateLimitError(f"{name} is given {longest:,} characters; at most {MAX_PADDING:,}")
+
+
+def check_pairs(args: Sequence[Any]) -> None:
+    """Before a dict is made of a list of pairs."""
+    if args and not isinstance(args[0], Mapping) and (not hasattr(args[0], "__len__") or len(args[0]) > MAX_PAIRS):
+        raise TemplateLimitError(f"a dict is made of more than {MAX_PAIRS:,} pairs")
+
+
+def _accounted(
+    function: Callable[..., Any], takes_items: bool = False, follows_attributes: bool = False
+) -> Callable[..., Any]:
     """A filter or test that looks at the clock and has what it makes weighed."""
 
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
+
     def accounted(*args: Any, **kwargs: Any) -> Any:
-        current().clock()
+        budget = current()
+        budget.clock()
         if takes_items:
             for value in args:
                 if isinstance(value, str):  # each character becomes an item
                     check_size(len(value) * NODE_WEIGHT)
-        return current().account(function(*args, **kwargs))
+            if follows_attributes:
+                for value in (*args[first + 1 :], *kwargs.values()):
+                    if isinstance(value, str):
+                        _check_attributes(value)
+            if len(args) > first and isinstance(args[first], Iterable):
+                args = (*args[:first], budget.clocked(args[first]), *args[first + 1 :])
+        return budget.account(function(*args, **kwargs))
 
     with contextlib.suppress(AttributeError):  # Jinja's mark of filters that want the environment first
         accounted.jinja_pass_arg = function.jinja_pass_arg  # pyright: ignore[reportFunctionMemberAccess]
@@ -116,6 +167,8 @@ def _join_filter(filter_: Callable[..., Any]) -> Callable[..., Any]:
     @jinja2.pass_eval_context
     def join(eval_ctx: Any, value: Any, d: str = "", attribute: str | int | None = None) -> Any:
         items = list(value)
+        if attribute is not None:
+            _check_attributes(str(attribute))
         check_join(items, d)
         return filter_(eval_ctx, items, d, attribute)
 

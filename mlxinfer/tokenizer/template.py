@@ -2,8 +2,10 @@
 
 What is bounded: the template's size, attribute access (the immutable sandbox of Jinja), how often loop and macro
 bodies run, the time of the whole rendering (looked at in each of those, and at every call, filter, comparison and
-container), the size of each value and of all together (budget.py), and the text that comes out. What is not bounded:
-recursion inside Jinja's own parser, which ends in an error. Nothing here opens files or sockets.
+container), the size of each value and of all together (budget.py), and the text that comes out. A call in C whose time
+grows with the square of its arguments is refused for long ones (filters.py): it cannot be interrupted, and no other
+thread runs meanwhile. What is not bounded: recursion inside Jinja's own parser, which ends in an error. Nothing here
+opens files or sockets.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class _Namespace(jinja2.utils.Namespace):
     """`namespace()` without underscored names, so that a template cannot overwrite the object's own."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        filters.check_pairs(args)
         attributes = dict(*args, **kwargs)
         for name in attributes:
             _check_name(name)
@@ -75,7 +78,7 @@ def _check_name(name: Any) -> None:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
 
     def mlxinfer_tick(self, text_size: int) -> bool:
         """Called by each loop and macro body with the length of the text that stands in it; see _Instrument."""
@@ -113,10 +116,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Refuse at once; Jinja would print an unsafe attribute as nothing and only raise when it is used."""
         raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__} is refused")
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        current().clock()  # filters follow attributes through here, item by item
+        return super().getitem(obj, argument)
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str) and attr in _UNSAFE_STR_METHODS:
             return False
-        if isinstance(obj, bytes):
+        if isinstance(obj, bytes) or attr == "fromkeys":
             return False
         return super().is_safe_attribute(obj, attr, value)
 
@@ -124,6 +131,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         text = getattr(obj, "__self__", None)
         name = getattr(obj, "__name__", "")
         if isinstance(text, str):
+            filters.check_method(name, (*args, *kwargs.values()))
             if name == "replace" and len(args) >= 2:
                 filters.check_replace(text, args[0], args[1])
             elif name == "join" and args:
@@ -251,6 +259,7 @@ def _environment() -> _Environment:
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     """`dict()` as a plain function: the type itself has attributes."""
+    filters.check_pairs(args)
     return dict(*args, **kwargs)
 
 

@@ -55,13 +55,33 @@ def test_variables_read_elsewhere_and_foreign_ones_are_left_alone() -> None:
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Settings)])
 def test_every_key_can_be_set_by_a_variable_and_by_the_file(tmp_path: Path, name: str) -> None:
-    texts = {"model": "m", "host": "h", "cache_dir": "/c", "dtype": "float32", "kernels": "off"}
-    text = texts.get(name, "8" if name == "kv_bits" else "77")
-    path = config(tmp_path, f'{name} = "{text}"' if name in texts else f"{name} = {text}")
+    texts = {"model": "m", "host": "h", "cache_dir": "/c", "dtype": "float32", "kernels": "off", "keys_file": "/k"}
+    texts |= {"access_log": "/l"}
+    text = texts.get(name, "8" if name == "kv_bits" else "true" if name == "metrics_open" else "77")
+    quoted = name in texts or name.startswith("allow_")
+    path = config(tmp_path, f'{name} = "{text}"' if quoted else f"{name} = {text}")
     from_file = load_settings(environ={}, path=path)
     from_variable = load_settings(environ={f"MLXINFER_{name.upper()}": text}, path=NOWHERE)
     assert from_file == from_variable != Settings()
-    assert str(as_dict(from_file)[name]) == text
+    shown = as_dict(from_file)[name]
+    assert (
+        ",".join(shown) if isinstance(shown, tuple) else str(shown).lower() if shown is True else str(shown)
+    ) == text
+
+
+def test_lists_come_as_lists_from_the_file_and_with_commas_from_a_variable(tmp_path: Path) -> None:
+    path = config(tmp_path, 'allow_hosts = ["a.local", "b.local"]')
+    assert load_settings(environ={}, path=path).allow_hosts == ("a.local", "b.local")
+    environ = {"MLXINFER_ALLOW_HOSTS": "a.local, b.local,"}
+    assert load_settings(environ=environ, path=NOWHERE).allow_hosts == ("a.local", "b.local")
+    with pytest.raises(InvalidRequestError, match="allow_hosts must be a list of strings"):
+        load_settings(environ={}, path=config(tmp_path, "allow_hosts = [1]"))
+
+
+@pytest.mark.parametrize("value", ["1", '"true"', "[true]"])
+def test_a_flag_of_the_file_is_true_or_false(tmp_path: Path, value: str) -> None:
+    with pytest.raises(InvalidRequestError, match="metrics_open must be true or false"):
+        load_settings(environ={}, path=config(tmp_path, f"metrics_open = {value}"))
 
 
 def test_an_unknown_key_of_the_file_is_named_with_the_file(tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ def test_json_is_one_object_with_text_usage_timings_and_reason(invoke: Invoke, l
     assert reply["text"] == "Paris."
     assert reply["model"] == "fake"
     assert reply["finish_reason"] == "stop"
-    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 0, "total_tokens": 6}
+    counts = {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 0, "reasoning_tokens": 0, "total_tokens": 6}
+    assert reply["usage"] == counts
     assert reply["timings"]["ttft_s"] == 0.25
 
 

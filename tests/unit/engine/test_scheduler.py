@@ -258,6 +258,21 @@ def test_a_low_priority_is_late_but_not_starved_by_a_stream_of_higher_ones():
     assert 50 < steps_until_done(state, "low", short=600, priority=1) < 2500
 
 
+def test_newcomers_whose_prompts_are_cached_do_not_keep_another_out():
+    state = ready(max_num_seqs=2)
+    state.add(tracked("long", 400, 1))
+    for i in range(2000):
+        while sum(name != "long" for name in state.requests) < 4:
+            newcomer = tracked(f"cached{i}-{len(state.requests)}", 400, 3)
+            newcomer.hint = 399
+            state.add(newcomer)
+        step = schedule(state, lambda name, limit: limit if name != "long" else 0)
+        state.update(step, [7] * len(step.decode))
+        if "long" not in state.requests:
+            break
+    assert i < 1500
+
+
 def test_a_higher_priority_goes_first():
     state = SchedulerState(max_num_seqs=1, prefill_chunk=8)
     state.add(tracked("low", 4, 1))

@@ -103,3 +103,20 @@ def test_a_taken_port_and_a_foreign_address_are_said_in_words() -> None:
     listener.close()
     with pytest.raises(InvalidRequestError, match="host"):
         bind("no such host", 1)
+
+
+def test_beyond_what_may_run_and_wait_a_post_is_refused_before_its_body_and_a_get_is_not() -> None:
+    client = client_with(max_requests=0)
+    answer = client.post(CHAT, content="{")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+    assert answer.headers["retry-after"] == "1"
+    assert client.get("/v1/models").status_code == 200
+    client = client_with(max_requests=1)
+    for body in ("{", BODY, "[]", BODY):
+        assert client.post(CHAT, content=body).status_code in (200, 400), "each makes room when it ends"
+
+
+def test_with_a_key_a_full_server_tells_strangers_nothing() -> None:
+    client = client_with(max_requests=0, api_key="sesame")
+    assert client.post(CHAT, content=BODY).status_code == 401
+    assert client.post(CHAT, content=BODY, headers={"authorization": "Bearer sesame"}).status_code == 429

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -103,7 +104,7 @@ def test_200_connections_at_once_are_all_answered_alike(address: Address) -> Non
 def test_stalled_bodies_hold_nobody_up_and_are_timed_out(address: Address) -> None:
     wanted = good(address)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{"
-    stalled = [socket.create_connection(address, 30) for _ in range(300)]
+    stalled = [socket.create_connection(address, 30) for _ in range(500)]
     silent = socket.create_connection(address, 30)
     try:
         for connection in stalled:
@@ -117,6 +118,68 @@ def test_stalled_bodies_hold_nobody_up_and_are_timed_out(address: Address) -> No
         for connection in [*stalled, silent]:
             connection.close()
     assert good(address) == wanted
+
+
+def test_stalled_bodies_take_nobodys_place_and_requests_at_work_do() -> None:
+    code = SERVE.format(endless=True, grace=0.3).replace("port=0", "port=0, max_requests=2")
+    process, address = start(code)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{"
+    stalled = [socket.create_connection(address, 20) for _ in range(5)]
+    streams = [socket.create_connection(address, 20) for _ in range(2)]
+    try:
+        for connection in stalled:
+            connection.sendall(head)
+        for connection in streams:
+            connection.sendall(request(BODY | {"stream": True, "max_tokens": 4000}))
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        assert exchange(address, request(BODY)).startswith(b"HTTP/1.1 429")
+        streams.pop().close()
+        time.sleep(0.5)
+        assert exchange(address, request(BODY | {"max_tokens": 1})).startswith(b"HTTP/1.1 200")
+    finally:
+        for connection in [*stalled, *streams]:
+            connection.close()
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def test_headers_that_trickle_in_end_with_the_time_they_have(address: Address) -> None:
+    start = time.perf_counter()
+    with socket.create_connection(address, 30) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        with contextlib.suppress(ConnectionError):
+            while not select.select([connection], [], [], 0.2)[0] and time.perf_counter() - start < 20:
+                connection.sendall(b"X: y\r\n")
+            assert connection.recv(10) == b""
+    assert 4 < time.perf_counter() - start < 20  # body_timeout_s is 5
+
+
+def test_chunks_without_an_end_are_timed_out_and_those_beyond_the_limit_refused(address: Address) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert exchange(address, head + b"1\r\n{\r\n").startswith(b"HTTP/1.1 408")
+    chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+    assert exchange(address, head + chunk * 11 + b"0\r\n\r\n").startswith(b"HTTP/1.1 413")
+    assert exchange(address, head + b"zz\r\n").startswith(b"HTTP/1.1 400")
+    assert good(address)
+
+
+def test_requests_sent_in_one_piece_are_answered_in_their_order(address: Address) -> None:
+    get = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    reply = exchange(address, get % b"/health" + get % b"/nothing" + get % b"/ready" + request(BODY))
+    assert [int(part[:3]) for part in reply.split(b"HTTP/1.1 ")[1:]] == [200, 404, 200, 200]
+
+
+def test_a_client_that_waits_for_leave_to_send_gets_it_or_the_refusal(address: Address) -> None:
+    body = json.dumps(BODY).encode()
+    head = "POST {} HTTP/1.1\r\nHost: {}\r\nContent-Length: {}\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(address, 20) as connection:
+        connection.sendall(head.format("/v1/chat/completions", "localhost", len(body)).encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 100")
+        connection.sendall(body)
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+    with socket.create_connection(address, 20) as connection:
+        connection.sendall(head.format("/v1/chat/completions", "evil.example", 1 << 30).encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 421")
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -309,6 +372,41 @@ def test_sigterm_while_a_body_is_sent_and_another_client_does_not_read_ends_in_t
     assert json.loads(reply.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "shutting_down"
     assert process.returncode == 0
     assert errors == ""
+
+
+def test_a_second_signal_ends_what_runs_at_once() -> None:
+    process, address = start(SERVE.format(endless=True, grace=60))
+    with socket.create_connection(address, 20) as connection:
+        connection.sendall(request(BODY | {"stream": True, "max_tokens": 4000}))
+        assert connection.recv(10)
+        process.terminate()
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.terminate()
+        reply = read_all(connection)
+    process.communicate(timeout=30)
+    assert b"engine_closed" in reply
+    assert process.returncode == 0
+
+
+def test_connections_beyond_the_files_a_process_may_open_are_told_so() -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))"
+    process, address = start(limit + SERVE.format(endless=False, grace=0.3))
+    taken = [socket.create_connection(address, 20) for _ in range(100)]
+    try:
+        time.sleep(0.3)
+        with socket.create_connection(address, 20) as connection:
+            reply = read_all(connection)
+        assert reply.startswith(b"HTTP/1.1 503 ")
+        assert b"too_many_connections" in reply
+        taken.pop().close()
+        time.sleep(0.3)
+        assert good(address)
+    finally:
+        for connection in taken:
+            connection.close()
+        process.terminate()
+        process.communicate(timeout=30)
 
 
 def test_clients_that_leave_and_upgrades_nobody_offers_leave_no_trace_in_the_log() -> None:

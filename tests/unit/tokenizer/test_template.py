@@ -174,3 +174,36 @@ def test_text_longer_than_the_caller_can_use_is_a_context_length_error() -> None
     with pytest.raises(ContextLengthError):
         ChatTemplate("{{ 'x' * 1000 }}").render({}, max_chars=999)
     assert len(ChatTemplate("{{ 'x' * 1000 }}").render({}, max_chars=1000)) == 1000
+
+
+QUADRATIC = [
+    "{{ ('a' * 8000000).strip('b' * 8000000 + 'a') }}",
+    "{{ ('a' * 8000000)|trim('b' * 8000000 + 'a') }}",
+    "{{ ('a' * 8000000).rfind('ab' + 'a' * 4000000) }}",
+    "{{ ('a' * 8000000).rsplit(sep='ab' + 'a' * 4000000) }}",
+    "{{ ('a' * 8000000).rpartition('ab' + 'a' * 4000000) }}",
+    "{{ (('f' * 8000000)|int(base=16)) // (('f' * 4000000)|int(base=16)) }}",
+    "{% set ns = namespace(n=2 ** 100) %}{% for i in range(99999) %}{% set ns.n = ns.n + ns.n %}{% endfor %}",
+    "{{ ('a ' * 7000000)|title }}",
+    "{{ ('é' * 7000000)|urlencode }}",
+    "{{ range(99999)|sort(attribute='real,' * 50 + 'real') }}",
+    "{{ range(99999)|map(attribute='real' + '.real' * 100)|list }}",
+    "{{ {}.fromkeys(range(99999)) }}",
+    "{{ dict(range(99999)|batch(2)) }}",
+    "{{ namespace(range(99999)|batch(2)|list) }}",
+    # Integers whose hashes are all 0: each goes past all before it.
+    "{% set b %}{% for i in range(99999) %}{{ i * 2305843009213693951 }},{% endfor %}{% endset %}"
+    "{{ (b.split(',')|map('int')|unique|list + b.split(',')|map('int')|unique|list)|length }}",
+]
+
+
+@pytest.mark.parametrize("source", QUADRATIC)
+def test_a_call_that_would_hold_all_threads_for_minutes_is_refused(source: str) -> None:
+    """Each takes minutes to hours, most of them in one call with Python's lock held; then the file's timeout kills."""
+    with pytest.raises(InvalidRequestError, match=r"stopped|refused"):
+        render(source)
+
+
+def test_everyday_texts_are_split_and_trimmed_from_the_right() -> None:
+    source = "{{ m.rsplit('</think>', 1)[-1].strip('\\n ') }}|{{ m|trim('x') }}|{{ 7 // 2 }}{{ 7 - 2 }}{{ 8 / 2 }}"
+    assert ChatTemplate(source).render({"m": "xa</think>\n b x"}) == "b x|a</think>\n b |354.0"
