@@ -4,7 +4,8 @@
     llm = mlxinfer.load("smollm2-135m")
     print(llm.chat("What is the capital of France?"))
 
-Importing this package imports neither mlx nor mlx-lm; `load` does.
+`load_encoder` loads models that make embeddings or rerank. Importing this package imports neither mlx nor mlx-lm;
+`load` does.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from mlxinfer.errors import (
 from mlxinfer.types import Delta, ModelInfo, Reply, SamplingParams, Timings, Usage
 
 if TYPE_CHECKING:
+    from mlxinfer.encoders import Embeddings, Encoder, Scores, load_encoder
     from mlxinfer.llm import LLM, load
 
 __version__ = "0.1.0"
@@ -39,6 +41,8 @@ __all__ = [
     "ContextLengthError",
     "Delta",
     "DownloadError",
+    "Embeddings",
+    "Encoder",
     "EngineClosedError",
     "EngineError",
     "GatedModelError",
@@ -51,11 +55,13 @@ __all__ = [
     "QueueFullError",
     "Reply",
     "SamplingParams",
+    "Scores",
     "Timings",
     "UnsupportedModelError",
     "Usage",
     "WontFitError",
     "load",
+    "load_encoder",
 ]
 
 runtime.preload_blas()
@@ -67,6 +73,10 @@ def __getattr__(name: str) -> Any:
         from mlxinfer import llm
 
         return getattr(llm, name)
+    if name in ("load_encoder", "Encoder", "Embeddings", "Scores"):
+        from mlxinfer import encoders
+
+        return getattr(encoders, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

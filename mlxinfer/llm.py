@@ -19,7 +19,7 @@ from mlxinfer.engine.grammar import CompiledGrammar, Grammars
 from mlxinfer.engine.inputs import Prompt, checked_ids, checked_messages, sampling_params
 from mlxinfer.engine.rows import RowSpec
 from mlxinfer.engine.sampling import RowSampling
-from mlxinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from mlxinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError, UnsupportedModelError
 from mlxinfer.tokenizer import message_starts, turn_tokens
 from mlxinfer.types import MAX_TOP_LOGPROBS, Grammar, ModelInfo, Progress, ProgressEvent, Reply, SamplingParams
 
@@ -44,11 +44,14 @@ def load(
     or WontFitError.
     """
     from mlxinfer import zoo
+    from mlxinfer.encoders import encoder_kind
     from mlxinfer.engine.start import start_engine
 
     name = os.fspath(name)
     settings = load_settings(overrides) if settings is None else override(settings, overrides)
     files = zoo.resolve(name, settings, fetch=fetch, progress=progress, cancel=cancel)
+    if encoder_kind(files.path, name, files.name):
+        raise UnsupportedModelError(f"{name} writes no text; load it with mlxinfer.load_encoder, or serve it")
     if progress is not None:
         progress(ProgressEvent("load", 0, files.size_bytes, name))
     started = start_engine(

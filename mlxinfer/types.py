@@ -305,7 +305,9 @@ class ModelInfo:
     quantization: str
     """For example "affine 4-bit, group 32", or "none"."""
     tier: str
-    """How it batches: "ragged", "batched-state" or "sequential"."""
+    """How it batches: "ragged", "batched-state" or "sequential"; "embedding" or "reranker" for what writes no text."""
     has_chat_template: bool
     kv_quantization: str = "none"
     """Of keys and values: for example "8-bit, group 64, in 5 of 6 layers", or "none"."""
+    makes: Literal["text", "embeddings", "scores"] = "text"
+    """Scores: it reranks."""

@@ -26,10 +26,10 @@ def entry_of(name: str) -> CatalogEntry | None:
 
 
 def no_text(entry: CatalogEntry | None) -> str | None:
-    """Why `run` and `serve` can't use it, or None where they can; without the name."""
+    """What it is for, if not for `run`; None for models that write text. Without the name."""
     if entry is None or not entry.can("embedding") or entry.can("chat") or entry.can("completion"):
         return None
-    return "is an embedding model; run and serve can't use it yet"
+    return "is an embedding model and writes no text; `mlxinfer serve` serves it, mlxinfer.load_encoder loads it"
 
 
 def check_generates(name: str) -> None:

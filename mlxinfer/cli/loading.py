@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mlxinfer.config import Settings
+    from mlxinfer.encoders import Encoder
     from mlxinfer.llm import LLM
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(?:/[\w.+-]+)?(?:[@:][\w./+-]+)*", re.ASCII)
@@ -66,6 +67,22 @@ def load_model(name: str, settings: Settings) -> LLM:
     if missing := missing_kernels():
         output.say(f"Tokens come many times slower than this CPU could: {missing}", dim=True)
     return llm
+
+
+def load_served(name: str, settings: Settings) -> LLM | Encoder:
+    """As `load_model`, for models that make embeddings or rerank as well."""
+    from mlxinfer import zoo
+    from mlxinfer.encoders import encoder_kind
+
+    checks.check_fits(name, settings)
+    with progress.reporting() as report:
+        files = zoo.resolve(name, settings, progress=report)
+        if encoder_kind(files.path, name, files.name):
+            with process.cut_off_by_signals():
+                from mlxinfer.encoders import load_encoder
+
+                return load_encoder(name, settings=settings, progress=report)
+    return load_model(name, settings)
 
 
 @contextlib.contextmanager

@@ -70,9 +70,6 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     named = name_models(models)
     if unknown := next((name for name in opts["pin"] if name not in named), None):
         raise click.UsageError(f"--pin {unknown}: no model is served under that name; served are {', '.join(named)}")
-    for source in named.values():  # all of them, before the first is loaded for minutes
-        with loading.naming_the_setting(source, given=given):
-            checks.check_generates(source)
     access = _access(settings, len(named))
     _check_address(settings, access)
     before = signal.signal(signal.SIGTERM, _terminated)
@@ -123,14 +120,14 @@ def _pool(named: dict[str, str], settings: Settings, pinned: tuple[str, ...]) ->
 
 def _bring(pool: ModelPool, name: str, source: str, settings: Settings, *, lazy: bool) -> None:
     """Load a model if it fits beside those before it, else see to it that its files are here."""
-    first = all(pool.llm(other) is None for other in pool)
+    first = all(pool.model(other) is None for other in pool)
     if lazy or not first:
         _fetch(source, settings)
     if lazy or not (first or pool.fits_now(name)):
         why = "" if lazy else ": it doesn't fit beside the others"
         output.say(f"{name} is not loaded yet{why}. The first request for it loads it.", dim=True)
         return
-    pool.adopt(name, loading.load_model(source, settings))
+    pool.adopt(name, loading.load_served(source, settings))
 
 
 def _fetch(source: str, settings: Settings) -> None:

@@ -109,7 +109,7 @@ def build(prepared: Prepared) -> Generator[None, None, LoadedModel]:
     if quantization != "none" and not is_quantized(model):
         quantization += ", dequantized in memory"
     yield
-    yield from _evaluate(model)
+    yield from evaluate(model)
     vocab_size = _vocab_size(model)
     return LoadedModel(
         model=model,
@@ -125,7 +125,7 @@ def build(prepared: Prepared) -> Generator[None, None, LoadedModel]:
     )
 
 
-def _evaluate(model: nn.Module) -> Generator[None, None, None]:
+def evaluate(model: nn.Module) -> Generator[None, None, None]:
     """Compute what the parameters still are on paper: reads, casts, dequantized layers. One parameter isn't cut."""
     batch: list[mx.array] = []
     for weight in parameters(model):

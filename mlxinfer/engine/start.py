@@ -98,7 +98,7 @@ def _start(
     tier: DiskTier | None,
     cancel: threading.Event,
 ) -> Generator[None, None, Started]:
-    loaded = yield from _unless(cancel, name, build(prepared))
+    loaded = yield from unless_cancelled(cancel, name, build(prepared))
     if silu_mul := kernels.kernel("silu_mul"):
         upstream.install_swiglu(silu_mul)
     yield
@@ -133,7 +133,7 @@ def _start(
     return Started(engine, info, loaded.tokenizer, loaded.defaults)
 
 
-def _unless(cancel: threading.Event, name: str, pieces: Generator[None, None, T]) -> Generator[None, None, T]:
+def unless_cancelled(cancel: threading.Event, name: str, pieces: Generator[None, None, T]) -> Generator[None, None, T]:
     while True:
         if cancel.is_set():
             pieces.close()

@@ -6,12 +6,15 @@ import contextlib
 import copy
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
+
+from mlxinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from mlxinfer.encoders import Encoder
     from mlxinfer.errors import MlxinferError
     from mlxinfer.llm import LLM
     from mlxinfer.types import ModelInfo
@@ -41,12 +44,31 @@ class ModelStatus:
 class Lease:
     """A model that stays loaded until `release`, which may be called more than once and from any thread."""
 
-    __slots__ = ("_end", "llm", "name")
+    __slots__ = ("_end", "model", "name")
 
-    def __init__(self, name: str, llm: LLM, end: Callable[[], None]) -> None:
+    def __init__(self, name: str, model: LLM | Encoder, end: Callable[[], None]) -> None:
         self.name = name
-        self.llm = llm
+        self.model = model
         self._end: deque[Callable[[], None]] = deque([end])
+
+    @property
+    def llm(self) -> LLM:
+        """The model, if it writes text. Raises InvalidRequestError if it doesn't."""
+        model = self.model
+        if model.info.makes != "text":
+            what = "makes embeddings" if model.info.makes == "embeddings" else "reranks"
+            raise InvalidRequestError(f"{self.name} {what}; it writes no text", param="model")
+        return cast("LLM", model)
+
+    @property
+    def encoder(self) -> Encoder:
+        """The model, if it makes embeddings or reranks. Raises InvalidRequestError if it doesn't."""
+        model = self.model
+        if model.info.makes == "text":
+            raise InvalidRequestError(
+                f"{self.name} writes text; for embeddings and reranking, name a model made for that", param="model"
+            )
+        return cast("Encoder", model)
 
     def release(self) -> None:
         """The model may go."""
@@ -71,7 +93,7 @@ class Entry:
     due: bool = False
     """To be loaded at the start, and not loaded yet."""
     state: State = "registered"
-    llm: LLM | None = None
+    model: LLM | Encoder | None = None
     info: ModelInfo | None = None
     leases: int = 0
     waiters: list[Future[Lease]] = field(default_factory=list)
@@ -85,13 +107,13 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        return 0 if self.info is None or self.llm is None else self.info.weight_bytes
+        return 0 if self.info is None or self.model is None else self.info.weight_bytes
 
     def at_work(self) -> bool:
         """Leased, or with requests that run or wait in its engine."""
-        if self.llm is None or self.leases:
+        if self.model is None or self.leases:
             return self.leases > 0
-        stats = self.llm.stats()
+        stats = self.model.stats()
         return stats["running"] + stats["waiting"] > 0
 
     def fail_waiters(self, error: MlxinferError) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import threading
 
     from mlxinfer.config import Settings
+    from mlxinfer.encoders import Encoder
     from mlxinfer.llm import LLM
 
 
@@ -20,8 +21,8 @@ class Loads(Protocol):
         """Bytes of the weights in memory. Raises what says that there is no such model here."""
         ...
 
-    def load(self, source: str, cancel: threading.Event) -> LLM:
-        """The loaded model; raises what `mlxinfer.load` raises."""
+    def load(self, source: str, cancel: threading.Event) -> LLM | Encoder:
+        """The loaded model; raises what `mlxinfer.load` or `load_encoder` raises."""
         ...
 
     def budget(self) -> int:
@@ -47,9 +48,15 @@ class Machine:
         # The bytes don't rest on speed; a figure in its place spares the measurement.
         return zoo.fit(source, self.settings, bandwidth=(1.0, "not measured")).weight_bytes
 
-    def load(self, source: str, cancel: threading.Event) -> LLM:
-        from mlxinfer.llm import load
+    def load(self, source: str, cancel: threading.Event) -> LLM | Encoder:
+        from mlxinfer import zoo
+        from mlxinfer.encoders import encoder_kind
 
+        files = zoo.resolve(source, self.settings, fetch=self._fetch, cancel=cancel)
+        if encoder_kind(files.path, source, files.name):
+            from mlxinfer.encoders import load_encoder as load
+        else:
+            from mlxinfer.llm import load
         return load(source, settings=self.settings, fetch=self._fetch, cancel=cancel)
 
     def budget(self) -> int:

@@ -27,6 +27,7 @@ from mlxinfer.pool.loads import Machine
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from mlxinfer.encoders import Encoder
     from mlxinfer.llm import LLM
     from mlxinfer.pool.loads import Loads
 
@@ -76,11 +77,11 @@ class ModelPool:
         self._timer: threading.Thread | None = None
 
     @classmethod
-    def of(cls, models: Mapping[str, LLM]) -> ModelPool:
+    def of(cls, models: Mapping[str, LLM | Encoder]) -> ModelPool:
         """A pool of models that are loaded already: they stay, and closing the pool doesn't unload them."""
         pool = cls({}, Machine(Settings()))
-        for name, llm in models.items():
-            pool._entries[name] = Entry(name, None, pinned=True, state="loaded", llm=llm, info=llm.info)
+        for name, model in models.items():
+            pool._entries[name] = Entry(name, None, pinned=True, state="loaded", model=model, info=model.info)
         return pool
 
     def __iter__(self) -> Iterator[str]:
@@ -132,18 +133,18 @@ class ModelPool:
 
     @contextlib.contextmanager
     def lease(self, name: str) -> Iterator[LLM]:
-        """The model, loaded, for the length of a `with` block."""
+        """The model, loaded, for the length of a `with` block; InvalidRequestError for one that writes no text."""
         with self.acquire(name) as lease:
             yield lease.llm
 
     # -- managing ----------------------------------------------------------------------------------------------------
 
-    def adopt(self, name: str, llm: LLM) -> None:
+    def adopt(self, name: str, model: LLM | Encoder) -> None:
         """Take a loaded model in under a registered name; the pool unloads it from now on."""
         with self._changed:
             entry = self._entry(name)
             assert entry.state in ("registered", "failed"), f"{name} is {entry.state} already"
-            self._settle(entry, llm)
+            self._settle(entry, model)
 
     def fits_now(self, name: str) -> bool:
         """Whether a model fits beside those that are loaded. Raises WontFitError when it doesn't even fit alone."""
@@ -200,9 +201,9 @@ class ModelPool:
         with self._changed:
             return {name: self._status(entry) for name, entry in self._entries.items()}
 
-    def llm(self, name: str) -> LLM | None:
+    def model(self, name: str) -> LLM | Encoder | None:
         """The model if it is loaded, without a lease: for figures, not for work."""
-        return self._entry(name).llm
+        return self._entry(name).model
 
     def missing(self) -> list[str]:
         """Models that were to be loaded at the start and aren't yet, and those that load now."""
@@ -221,7 +222,7 @@ class ModelPool:
             if thread is not None and thread is not threading.current_thread():
                 thread.join(timeout)
         for entry in self._entries.values():
-            if entry.llm is not None and entry.source is not None:
+            if entry.model is not None and entry.source is not None:
                 self._unload(entry)
 
     # -- inside, with the lock held ----------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ class ModelPool:
         return self._entries[name]
 
     def _status(self, entry: Entry) -> ModelStatus:
-        stats = {"running": 0, "waiting": 0} if entry.llm is None else entry.llm.stats()
+        stats = {"running": 0, "waiting": 0} if entry.model is None else entry.model.stats()
         idle = None if entry.used is None or entry.leases else self._clock() - entry.used
         return ModelStatus(
             state=entry.state,
@@ -258,9 +259,9 @@ class ModelPool:
             self._loader.start()
         self._changed.notify_all()
 
-    def _settle(self, entry: Entry, llm: LLM) -> None:
+    def _settle(self, entry: Entry, model: LLM | Encoder) -> None:
         """A model is there: all that wait for it get it."""
-        entry.llm, entry.info, entry.state = llm, llm.info, "loaded"
+        entry.model, entry.info, entry.state = model, model.info, "loaded"
         entry.error, entry.failures, entry.due = None, 0, False
         self._touch(entry)
         self._grant(entry)
@@ -274,11 +275,11 @@ class ModelPool:
 
     def _grant(self, entry: Entry) -> None:
         waiters, entry.waiters = entry.waiters, []
-        assert entry.llm is not None, "only loaded models are leased"
+        assert entry.model is not None, "only loaded models are leased"
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
                 entry.leases += 1
-                waiter.set_result(Lease(entry.name, entry.llm, lambda: self._end_lease(entry)))
+                waiter.set_result(Lease(entry.name, entry.model, lambda: self._end_lease(entry)))
         self._touch(entry)
 
     def _idle(self) -> list[Entry]:
@@ -368,7 +369,7 @@ class ModelPool:
         try:
             needed = self._loads.predict(entry.source, self._cancel)
             self._make_room(entry.name, needed)
-            llm = self._loads.load(entry.source, self._cancel)
+            model = self._loads.load(entry.source, self._cancel)
         except MlxinferError as error:
             self._failed(entry, error)
         except Exception as error:
@@ -377,7 +378,7 @@ class ModelPool:
             self._failed(entry, EngineError(f"loading {entry.name} failed: {type(error).__name__}: {error}"))
         else:
             with self._changed:
-                self._settle(entry, llm)
+                self._settle(entry, model)
             return
         gc.collect()  # a traceback's frames hold what was loaded
 
@@ -394,10 +395,10 @@ class ModelPool:
 
     def _unload(self, entry: Entry) -> None:
         """Of an entry that was marked as unloading, or after the end."""
-        llm, entry.llm = entry.llm, None
+        model, entry.model = entry.model, None
         try:
-            if llm is not None:
-                llm.unload()
+            if model is not None:
+                model.unload()
         except Exception:
             # The pool's edge: its threads serve every model. The MLX thread may have stopped, and everything with it.
             log.exception("unloading %s failed", entry.name)

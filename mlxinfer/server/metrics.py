@@ -122,7 +122,7 @@ class _Engines(Collector):
         yield memory
 
     def _stats(self) -> Iterator[Metric]:
-        loaded = {name: llm.stats() for name in self._models if (llm := self._models.llm(name)) is not None}
+        loaded = {name: held.stats() for name in self._models if (held := self._models.model(name)) is not None}
         for key, text in STATS.items():
             counter = CounterMetricFamily(f"mlxinfer_{key}", text, labels=("model",))
             for name, stats in loaded.items():

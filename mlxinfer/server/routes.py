@@ -23,6 +23,7 @@ from mlxinfer.server.state import state_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mlxinfer.encoders import Encoder
     from mlxinfer.llm import LLM
     from mlxinfer.pool import ModelStatus
     from mlxinfer.server.answer import Kind
@@ -121,6 +122,7 @@ def _card(state: ServerState, name: str, status: ModelStatus) -> dict[str, objec
         card |= {
             "context_length": info.context_length,
             "model_type": info.model_type,
+            "makes": info.makes,
             "quantization": info.quantization,
             "has_chat_template": info.has_chat_template,
         }
@@ -131,7 +133,7 @@ def _card(state: ServerState, name: str, status: ModelStatus) -> dict[str, objec
 async def health(request: Request) -> Response:
     """200 when every model that is loaded can serve, 503 when an engine is dead or the server is shutting down."""
     state = state_of(request)
-    models = {name: _health(state.models.llm(name), status) for name, status in state.models.status().items()}
+    models = {name: _health(state.models.model(name), status) for name, status in state.models.status().items()}
     alive = all(model["status"] != "dead" for model in models.values())
     status = "shutting_down" if state.inflight.draining else "ok" if alive else "dead"
     # Figures of this moment, in bytes.
@@ -140,8 +142,8 @@ async def health(request: Request) -> Response:
     return json_response(body, status=200 if status == "ok" else 503)
 
 
-def _health(llm: LLM | None, status: ModelStatus) -> dict[str, object]:
-    word = status.state if llm is None else "ok" if llm.alive else "dead"
+def _health(model: LLM | Encoder | None, status: ModelStatus) -> dict[str, object]:
+    word = status.state if model is None else "ok" if model.alive else "dead"
     return {"status": word, "running": status.running, "waiting": status.waiting}
 
 

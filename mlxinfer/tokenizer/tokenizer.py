@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.formats.files import read_json_object
-from mlxinfer.tokenizer import limits
+from mlxinfer.tokenizer import framing, limits
 from mlxinfer.tokenizer.files import chat_templates, load_backend, mapped, parse_backend, special_tokens, token_ids
 from mlxinfer.tokenizer.text import Detokenizer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import tokenizers
 
+    from mlxinfer.tokenizer.framing import Framed
     from mlxinfer.tokenizer.template import ChatTemplate
     from mlxinfer.types import Message
 
@@ -134,6 +135,32 @@ class Tokenizer:
             assert self.bos_token_id is not None
             return [self.bos_token_id, *ids]
         return ids
+
+    def frame(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        *,
+        max_tokens: int,
+        truncate: bool = False,
+        special_tokens: bool = True,
+    ) -> list[Framed]:
+        """Texts, or pairs of texts, as an encoder reads them, each in at most `max_tokens` tokens; see framing.frame.
+
+        Raises InvalidRequestError for a lone surrogate, ContextLengthError for a text that is too long and isn't to be
+        cut, or that would take too much memory.
+        """
+        for text in texts:
+            for part in (text,) if isinstance(text, str) else text:
+                self.check_length(part, None if truncate else max_tokens)
+        bos = self.bos_token_id if self._prepend_bos else None
+        return framing.frame(
+            self._backend,
+            texts,
+            max_tokens=max_tokens,
+            truncate=truncate,
+            special_tokens=special_tokens,
+            bos=bos,
+        )
 
     def check_length(self, text: str, max_tokens: int | None) -> None:
         """Raise ContextLengthError at once for a text that cannot be `max_tokens` tokens: one of more than 64 bytes (or

@@ -113,6 +113,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
         return fake
 
     monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(loading, "load_served", load)
     monkeypatch.setattr(loading, "check_name", lambda name, settings: None)
     return fake
 

@@ -13,6 +13,7 @@ from mlxinfer.config import Settings, load_settings
 from mlxinfer.errors import OfflineError, WontFitError
 from mlxinfer.zoo.files import ModelFiles
 from tests.unit.cli.conftest import Invoke, error_of
+from tests.unit.encoders import tiny as encoder_tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,15 +39,13 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [EMBEDDING[0].alias, *[e.hub for e in EMBEDDING if e.hub][:1]])
-@pytest.mark.parametrize(
-    "command", [("run", "{}", "Hi"), ("run", "-m", "{}", "Hi"), ("serve", "x={}"), ("serve", "{}")]
-)
+@pytest.mark.parametrize("command", [("run", "{}", "Hi"), ("run", "-m", "{}", "Hi")])
 def test_an_embedding_model_is_refused_before_the_download(
     invoke: Invoke, fetched: list[str], name: str, command: tuple[str, ...]
 ) -> None:
     result = invoke(*(word.format(name) for word in command))
     assert result.exit_code == 1
-    assert f"{name} is an embedding model; run and serve can't use it yet" in result.stderr
+    assert f"{name} is an embedding model and writes no text" in result.stderr
     assert fetched == []
 
 
@@ -103,6 +102,19 @@ def test_pull_show_and_fit_of_an_embedding_model_advise_no_run(
     for verb in ("pull", "show", "fit"):
         result = invoke(verb, name)
         assert result.exit_code == 0
-        assert "an embedding model; run and serve can't use it yet" in result.stderr
+        assert "an embedding model and writes no text" in result.stderr
         assert "mlxinfer run" not in result.stdout + result.stderr
     assert json.loads(invoke("show", name, "--json").stdout)["catalog"]["capabilities"] == ["embedding"]
+
+
+def test_an_embedding_model_is_served(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def serve(pool: Any, **_: Any) -> None:
+        with pool.acquire("e") as lease:
+            seen.append(lease.encoder.info.makes)
+
+    monkeypatch.setattr("mlxinfer.server.run.serve", serve)
+    folder = encoder_tiny.write_folder(tmp_path / "m")
+    assert invoke("serve", f"e={folder}", "--port", "0").exit_code == 0
+    assert seen == ["embeddings"]

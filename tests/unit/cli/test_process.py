@@ -81,7 +81,7 @@ def test_ctrl_c_while_the_command_line_is_imported_ends_with_130_without_a_word(
 
 
 LOAD = """
-import atexit, signal, sys, threading, time
+import atexit, pathlib, types, signal, sys, threading, time
 import mlxinfer.llm
 from mlxinfer import zoo
 from mlxinfer.cli.group import cli
@@ -102,7 +102,7 @@ def load(*_, **__):
     print("loading", file=sys.stderr, flush=True)
     busy.join()
 
-zoo.resolve = lambda *_, **__: None
+zoo.resolve = lambda *_, **__: types.SimpleNamespace(path=pathlib.Path('nowhere'), name='a model')
 mlxinfer.llm.load = load
 """
 """A load that takes 20 s in another thread, which a regular exit and an unload wait for."""

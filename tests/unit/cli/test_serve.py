@@ -143,7 +143,7 @@ def test_sigterm_while_loading_ends_with_0_and_the_handler_is_put_back(
     def load(name: str, settings: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("mlxinfer.cli.loading.load_model", load)
+    monkeypatch.setattr("mlxinfer.cli.loading.load_served", load)
     before = signal.getsignal(signal.SIGTERM)
     assert invoke("serve", "m").exit_code == 0
     assert signal.getsignal(signal.SIGTERM) is before

@@ -27,7 +27,7 @@ class FakeLLM:
     """What the pool uses of LLM."""
 
     def __init__(self, loads: FakeLoads, source: str) -> None:
-        self.info: Any = SimpleNamespace(name=source, weight_bytes=loads.sizes[source])
+        self.info: Any = SimpleNamespace(name=source, weight_bytes=loads.sizes[source], makes="text")
         self.running = 0
         self.alive = True
         self._loads = loads
