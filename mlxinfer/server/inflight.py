@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, TypeVar
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxinfer.errors import EngineClosedError, MlxinferError
 from mlxinfer.server.errors import HttpError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Coroutine, Sequence
 
     from starlette.types import Receive
 
@@ -55,6 +56,25 @@ class Inflight:
             ended.cancel()
             await _end((task,))
 
+    async def ended(self, work: Coroutine[None, None, T]) -> T:
+        """The result of `work`, which a shutdown ends after its grace. Raises EngineClosedError then."""
+        task = asyncio.create_task(work)
+        errors: list[MlxinferError] = []
+
+        def end(error: MlxinferError) -> None:
+            errors.append(error)
+            task.cancel()
+
+        try:
+            with self.registered(end):
+                return await task
+        except asyncio.CancelledError:
+            if errors:
+                raise errors[0] from None
+            raise
+        finally:
+            await _end((task,))
+
     def drain(self) -> None:
         """From now on nothing is queued; what would have been gets its answer at once."""
         self.draining = True
@@ -73,15 +93,28 @@ def shutting_down() -> HttpError:
     return HttpError(503, "the server is shutting down", code="shutting_down", headers=headers)
 
 
-def submit_all(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Generation]:
-    """One generation per prompt and params, prompts outermost; all or none. Raises what LLM.submit raises."""
+def seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """One per choice; with a seed, choice i samples with seed + i."""
+    if params.seed is None:
+        return [params] * n
+    return [dataclasses.replace(params, seed=_wrapped(params.seed + i)) for i in range(n)]
+
+
+def _wrapped(seed: int) -> int:
+    return seed if seed < 2**64 else seed - 2**64
+
+
+def submit_all(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any
+) -> list[Generation]:
+    """One generation per prompt and params, prompts outermost; all or none. `options` and errors are LLM.submit's."""
     for ids in prompts:
         llm.check(ids, params[0])
     made: list[Generation] = []
     try:
         for ids in prompts:
             for one in params:
-                made.append(llm.submit(ids, one))
+                made.append(llm.submit(ids, one, **options))
     except MlxinferError:
         for generation in made:
             generation.cancel()
@@ -90,11 +123,12 @@ def submit_all(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Samp
 
 
 async def merged(
-    generations: Sequence[Generation], inflight: Inflight, keepalive_s: float
+    generations: Sequence[Generation], inflight: Inflight, keepalive_s: float, cancelled: Container[int] = ()
 ) -> AsyncGenerator[tuple[int, Delta] | None]:
     """(index, delta) of all generations as they come, None after each `keepalive_s` of silence.
 
-    Ends when each has had its last delta. Raises the first error of any. Leaving early cancels all.
+    Ends when each has had its last delta. Raises the first error of any; those whose index is in `cancelled`, which may
+    grow meanwhile, may end so. Leaving early cancels all.
     """
     events: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -114,9 +148,10 @@ async def merged(
                     continue
                 if isinstance(event, Exception):
                     raise event
-                if event[1].finish_reason in ("cancelled", "error"):
+                reason = event[1].finish_reason
+                if reason == "error" or (reason == "cancelled" and event[0] not in cancelled):
                     raise EngineClosedError("the request was ended by the server")
-                left -= event[1].finish_reason is not None
+                left -= reason is not None
                 yield event
     finally:
         for generation in generations:

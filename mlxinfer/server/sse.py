@@ -1,8 +1,9 @@
-"""Server-sent events: one answer as a stream of JSON objects, ended by [DONE] or by an error."""
+"""One answer as a stream of JSON objects, ended by a mark or by an error. By default server-sent events and [DONE]."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -21,24 +22,48 @@ DONE = b"data: [DONE]\n\n"
 
 
 def frame(payload: Mapping[str, Any]) -> bytes:
+    """An event without a name."""
     return f"data: {json.dumps(payload, separators=(',', ':'))}\n\n".encode("ascii")
 
 
-class EventStream(Response):
-    """Sends `objects` (None: a comment that keeps the connection open) and stops them when the client leaves."""
+def named_frame(payload: Mapping[str, Any]) -> bytes:
+    """An event named by the payload's type."""
+    return f"event: {payload['type']}\n".encode("ascii") + frame(payload)
 
-    media_type = "text/event-stream"
+
+@dataclass(frozen=True, slots=True)
+class StreamStyle:
+    """How an API frames its stream."""
+
+    media_type: str = "text/event-stream"
+    encode: Callable[[Mapping[str, Any]], bytes] = frame
+    keepalive: bytes = KEEPALIVE
+    """Sent in a silence; b"" sends nothing."""
+    done: bytes = DONE
+    """The end of a stream that went well; b"" for none."""
+    error: Callable[[BaseException], bytes] | None = None
+    """The end of one that didn't: the status line is out by then. None: OpenAI's error object."""
+
+
+OPENAI = StreamStyle()
+
+
+class EventStream(Response):
+    """Sends `objects` (None: silence so far) and stops them when the client leaves; `on_end` runs in any case."""
 
     def __init__(
         self,
         objects: AsyncGenerator[Mapping[str, Any] | None],
         headers: Mapping[str, str],
         on_end: Callable[[], None],
+        style: StreamStyle = OPENAI,
     ) -> None:
+        self.media_type = style.media_type
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._objects = objects
         self._on_end = on_end
+        self._style = style
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -48,14 +73,16 @@ class EventStream(Response):
             self._on_end()
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        last = DONE
+        style = self._style
+        last = style.done
         try:
             async for item in self._objects:
-                data = KEEPALIVE if item is None else frame(item)
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                data = style.keepalive if item is None else style.encode(item)
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:  # noqa: BLE001 (the HTTP edge) the status line is out: what went wrong is the last event
             note_error(scope, error)
-            last = frame(describe(error, record_of(scope).id)[1])
+            last = style.error(error) if style.error else frame(describe(error, record_of(scope).id)[1])
         finally:
             await self._objects.aclose()
         await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from mlxinfer.errors import InvalidRequestError, ModelFileError, ModelNotFoundEr
 from mlxinfer.server.errors import HttpError
 from mlxinfer.server.inflight import Inflight, shutting_down, until_disconnect
 from mlxinfer.server.record import record_of
+from mlxinfer.server.store import ResponseStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +52,8 @@ class ServerState:
     inflight: Inflight = field(default_factory=Inflight)
     pool: ThreadPoolExecutor = field(default_factory=_pool)
     started: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    """What /v1/responses may be asked to go on from."""
     record: RequestRecord | None = None
     """Of the request whose view this is."""
 
@@ -62,6 +66,13 @@ class ServerState:
         """The registered models that exist for this request."""
         key = self.record.key if self.record else None
         return [name for name in self.models if key is None or key.allows(name)]
+
+    def ended(
+        self, model: str, usage: Usage, timings: Timings | None, reason: str, *, with_prompt: bool = True
+    ) -> None:
+        """`observe` a choice; of several choices of a prompt, one is told of with it."""
+        usage = usage if with_prompt else dataclasses.replace(usage, prompt_tokens=0, cached_tokens=0)
+        self.observe(model, usage, timings, reason)
 
     def observe(self, model: str, usage: Usage, timings: Timings | None, reason: str) -> None:
         """A choice ended; to be called once for each, also for those cut short. Feeds the metrics, the access log and
@@ -122,6 +133,21 @@ class ServerState:
         """Run `work` off the event loop. Raises HttpError 503 when the server shuts down first."""
         self.check_open()
         return await self.inflight.unless_draining(asyncio.get_running_loop().run_in_executor(self.pool, work))
+
+
+PRIORITIES = 10
+"""A client may raise or lower its requests' priority by so much."""
+
+
+def priority_of(request: Request) -> int:
+    """Of the header x-mlxinfer-priority, 0 without it. Raises InvalidRequestError."""
+    text = request.headers.get("x-mlxinfer-priority")
+    if text is None:
+        return 0
+    if not re.fullmatch(r"[+-]?[0-9]{1,3}", text) or abs(int(text)) > PRIORITIES:
+        message = f"x-mlxinfer-priority is {text!r:.40}; it must be an integer between -{PRIORITIES} and {PRIORITIES}"
+        raise InvalidRequestError(message, param="x-mlxinfer-priority")
+    return int(text)
 
 
 def state_of(request: Request) -> ServerState:

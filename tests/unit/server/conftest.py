@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 from starlette.testclient import TestClient
 
+from mlxinfer.server import prompting
 from mlxinfer.server.app import create_app
 from mlxinfer.server.options import ServerOptions
 from mlxinfer.server.run import Server, bind
 from tests.unit.server.fake import FakeLLM, wait_for
+from tests.unit.server.fake_format import FakeFormat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +25,14 @@ BASE = "http://127.0.0.1:8080"
 @pytest.fixture
 def llm() -> FakeLLM:
     return FakeLLM()
+
+
+@pytest.fixture
+def form(monkeypatch: pytest.MonkeyPatch) -> FakeFormat:
+    """Replies are read by a format whose pieces say what they are."""
+    made = FakeFormat()
+    monkeypatch.setattr(prompting, "reply_format", lambda tokenizer, model_type: made)
+    return made
 
 
 @pytest.fixture

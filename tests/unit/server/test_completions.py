@@ -10,8 +10,9 @@ from starlette.testclient import TestClient
 
 from mlxinfer.errors import EngineError
 from mlxinfer.server.app import create_app
+from mlxinfer.server.openai.chat import ChatRequest
+from mlxinfer.server.openai.text import CompletionRequest
 from mlxinfer.server.options import ServerOptions
-from mlxinfer.server.schemas import HARMLESS, OFF
 from tests.unit.server.conftest import BASE
 from tests.unit.server.fake import FakeLLM
 
@@ -157,7 +158,7 @@ def test_each_prompt_gets_its_choices_in_order(client: TestClient, prompt: Any, 
     [
         "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
         "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "n", "stream", "stream_options",
-        "chat_template_kwargs", "reasoning_effort", "ignore_eos", *OFF,
+        "chat_template_kwargs", "reasoning_effort", "ignore_eos", *ChatRequest.off,
     ],
 )  # fmt: skip
 def test_null_means_the_default(client: TestClient, llm: FakeLLM, field: str) -> None:
@@ -167,7 +168,7 @@ def test_null_means_the_default(client: TestClient, llm: FakeLLM, field: str) ->
 
 
 def test_values_that_turn_a_feature_off_pass(client: TestClient) -> None:
-    for field, values in OFF.items():
+    for field, values in ChatRequest.off.items():
         for value in values:
             post(client, CHAT, messages=HELLO, **{field: value})
 
@@ -178,8 +179,10 @@ def test_harmless_fields_are_ignored_and_named(client: TestClient) -> None:
         answer = client.post(CHAT, json=body | {"stream": stream})
         assert answer.headers["x-mlxinfer-ignored"] == "user, metadata, store"
     assert "x-mlxinfer-ignored" not in client.post(CHAT, json={"messages": HELLO}).headers
-    for field in HARMLESS:
+    for field in ChatRequest.harmless:
         post(client, CHAT, messages=HELLO, **{field: "x"})
+    for field in CompletionRequest.harmless:
+        post(client, TEXT, prompt="hello", **{field: "x"})
 
 
 def test_sampling_fields_reach_the_engine(client: TestClient, llm: FakeLLM) -> None:
@@ -209,6 +212,7 @@ def test_text_ends_before_the_stop_string(client: TestClient) -> None:
     assert (cut["text"], cut["finish_reason"]) == (full[:2], "stop")
 
 
+@pytest.mark.usefixtures("form")
 def test_messages_reach_the_template_as_it_reads_them(client: TestClient, llm: FakeLLM) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
