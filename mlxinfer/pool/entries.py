@@ -34,6 +34,8 @@ class ModelStatus:
     idle_s: float | None
     """Seconds since it was last used; None: never, or it is in use."""
     pinned: bool
+    keep_s: float | None
+    """Seconds without use after which the clock unloads it; None: it doesn't."""
     running: int
     waiting: int
     """Requests in its queue, and those that wait for it to load."""
@@ -98,6 +100,8 @@ class Entry:
     leases: int = 0
     waiters: list[Future[Lease]] = field(default_factory=list)
     used: float | None = None
+    keep: float | None = None
+    """In place of the pool's keep_alive, while it is loaded."""
     turn: int = 0
     """Order of last use."""
     recheck: float = 0.0

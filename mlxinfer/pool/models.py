@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 BACKOFF_S = (1.0, 5.0, 30.0, 60.0)
 """How long a failed load is answered with its error before it is tried again: after the first failure, the second, …"""
+LONGEST_S = 365 * 86400.0
+"""What is to be kept for longer is kept for good; a thread can't wait for any number of seconds."""
 RECHECK_S = 1.0
 """When a model that is due to go is looked at again, if requests that nobody reads any more still run in it."""
 
@@ -161,6 +164,19 @@ class ModelPool:
             self._entry(name).pinned = pinned
             self._changed.notify_all()
 
+    def keep(self, name: str, seconds: float) -> None:
+        """Unload a model when it was idle for so long, in place of `keep_alive`; 0: at once, infinity: never.
+
+        The last caller's wish counts, until the model is unloaded. Pinned models and those that were given loaded stay.
+        """
+        with self._changed:
+            entry = self._entry(name)
+            if entry.source is None:
+                return
+            entry.keep = seconds if seconds <= LONGEST_S else math.inf
+            self._start_timer()
+            self._changed.notify_all()
+
     def unload(self, name: str) -> None:
         """Unload a model now, pinned or not; nothing happens when it isn't loaded.
 
@@ -241,6 +257,7 @@ class ModelPool:
             bytes=entry.bytes,
             idle_s=idle,
             pinned=entry.pinned,
+            keep_s=None if entry.pinned else self._keep(entry),
             running=stats["running"],
             waiting=stats["waiting"] + sum(not w.cancelled() for w in entry.waiters),
             info=entry.info,
@@ -328,9 +345,14 @@ class ModelPool:
 
     def _deadline(self, entry: Entry) -> float | None:
         """When the clock unloads a model; None: not by the clock."""
-        if self.keep_alive is None or entry.state != "loaded" or entry.pinned or entry.leases or entry.used is None:
+        keep = self._keep(entry)
+        if keep is None or entry.state != "loaded" or entry.pinned or entry.leases or entry.used is None:
             return None
-        return max(entry.used + self.keep_alive, entry.recheck)
+        return max(entry.used + keep, entry.recheck)
+
+    def _keep(self, entry: Entry) -> float | None:
+        keep = self.keep_alive if entry.keep is None else entry.keep
+        return None if keep == math.inf else keep
 
     # -- inside, without it ------------------------------------------------------------------------------------------
 
@@ -404,7 +426,7 @@ class ModelPool:
             log.exception("unloading %s failed", entry.name)
         finally:
             with self._changed:
-                entry.state = "registered"
+                entry.state, entry.keep = "registered", None
                 if entry.waiters:
                     self._enqueue(entry)
                 self._changed.notify_all()

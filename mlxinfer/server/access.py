@@ -45,7 +45,7 @@ class AccessLog:
             note_error(scope, error)
             if record.status is not None:
                 raise
-            await error_response(error, record.id)(scope, receive, answer)
+            await error_response(error, scope)(scope, receive, answer)
         finally:
             self._metrics.observe_http(_route(scope), scope["method"], record)
             if log.isEnabledFor(logging.INFO):

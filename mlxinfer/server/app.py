@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
@@ -11,7 +11,9 @@ from mlxinfer.errors import InvalidRequestError
 from mlxinfer.pool import ModelPool
 from mlxinfer.server import errors, operations
 from mlxinfer.server.access import AccessLog
+from mlxinfer.server.anthropic.routes import router as anthropic
 from mlxinfer.server.metrics import ServerMetrics
+from mlxinfer.server.ollama.routes import router as ollama
 from mlxinfer.server.options import ServerOptions
 from mlxinfer.server.routes import router
 from mlxinfer.server.security import Guard
@@ -32,7 +34,8 @@ def create_app(models: Mapping[str, LLM] | ModelPool, options: ServerOptions | N
     pool = models if isinstance(models, ModelPool) else ModelPool.of(models)
     options = options or ServerOptions()
     # FastAPI's own pages load scripts from elsewhere, and the routes parse their bodies themselves.
-    app = FastAPI(title="mlxinfer", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    pages: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(title="mlxinfer", version=__version__, redirect_slashes=False, **pages)
     metrics = ServerMetrics(pool)
     for key in options.keys:
         if unknown := sorted(name for name in key.models or () if name not in pool):
@@ -41,6 +44,8 @@ def create_app(models: Mapping[str, LLM] | ModelPool, options: ServerOptions | N
                 param="keys_file",
             )
     app.state.server = ServerState(pool, options, metrics)
+    app.include_router(anthropic)  # before OpenAI's: where both have a path, it takes what is meant for it only
+    app.include_router(ollama)
     app.include_router(router)
     app.include_router(operations.router)
     errors.install(app)

@@ -1,4 +1,4 @@
-"""Every failure as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
+"""Every failure as OpenAI's error object: {"error": {"message", "type", "param", "code"}}; see shapes.py for others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from starlette.responses import Response
 
 from mlxinfer.errors import MlxinferError
 from mlxinfer.server.record import note_error, record_of
+from mlxinfer.server.shapes import shaped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fastapi import FastAPI
     from starlette.requests import Request
+    from starlette.types import Scope
 
 log = logging.getLogger("mlxinfer.server")
 
@@ -72,8 +74,14 @@ def json_response(body: Mapping[str, Any], *, status: int = 200, headers: Mappin
     return Response(text, status_code=status, headers=dict(headers or {}), media_type="application/json")
 
 
-def error_response(error: BaseException, request_id: str = "?") -> Response:
-    status, body, headers = describe(error, request_id)
+def error_response(error: BaseException, scope: Scope) -> Response:
+    """The answer to a request that failed, in the words of the API it was made to."""
+    status, body, headers = describe(error, record_of(scope).id)
+    return _answer(scope, status, body, headers)
+
+
+def _answer(scope: Scope, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None) -> Response:
+    body, headers = shaped(scope, status, body, headers)
     return json_response(body, status=status, headers=headers)
 
 
@@ -82,7 +90,7 @@ def install(app: FastAPI) -> None:
 
     async def ours(request: Request, error: Exception) -> Response:
         note_error(request.scope, error)
-        return error_response(error)
+        return error_response(error, request.scope)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -93,7 +101,7 @@ def install(app: FastAPI) -> None:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         body = error_object(error.status_code, message, code=code)
         record_of(request.scope).error = code
-        return json_response(body, status=error.status_code, headers=error.headers)
+        return _answer(request.scope, error.status_code, body, error.headers)
 
     app.add_exception_handler(MlxinferError, ours)
     app.add_exception_handler(HTTPException, http)

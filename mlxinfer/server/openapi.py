@@ -76,7 +76,7 @@ def document(app: FastAPI) -> dict[str, Any]:
     for operation in operations:
         # FastAPI adds what its own parsing would answer.
         operation["responses"].pop("422", None)
-        operation["responses"]["default"] = {"$ref": "#/components/responses/Error"}
+        operation["responses"].setdefault("default", {"$ref": "#/components/responses/Error"})
         if (name := operation.pop(BODY, None)) is not None:
             schema = schemas[_bodies[name], "validation"]
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

@@ -83,7 +83,7 @@ class Guard:
                     allowance.enter()
                     entered = allowance
         except HttpError as error:
-            app = error_response(error)
+            app = error_response(error, scope)
             refused = error.code in ("wrong_host", "foreign_origin")
             self._note(scope, error)
         work = _Work(self, receive)

@@ -133,9 +133,12 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
 
 def routes() -> list[str]:
     """Every path that takes a POST."""
+    from mlxinfer.server.anthropic.routes import router as anthropic
+    from mlxinfer.server.ollama.routes import router as ollama
     from mlxinfer.server.routes import router
 
-    return [route.path for route in router.routes if "POST" in getattr(route, "methods", ())]  # pyright: ignore[reportAttributeAccessIssue]
+    found = [route for one in (router, anthropic, ollama) for route in one.routes]
+    return [route.path for route in found if "POST" in getattr(route, "methods", ())]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def body_of(name: str) -> dict[str, Any]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
+
+import pytest
 
 from mlxinfer.pool import ModelPool
 from mlxinfer.pool.models import RECHECK_S
 from tests.unit.pool.fake import FakeClock, FakeLLM, FakeLoads, states, use
+from tests.unit.server.fake import wait_for
 
 
 def test_idle_models_go_when_their_time_is_over_and_not_before(made: Any, clock: FakeClock) -> None:
@@ -121,3 +125,50 @@ def test_without_keep_alive_idle_models_stay_and_there_is_no_timer(made: Any, cl
     pool.unload_idle()
     assert loads.log == ["+a"]
     assert not any(thread.name == "mlxinfer-idle" for thread in threading.enumerate())
+
+
+def test_a_wish_to_keep_one_model_longer_or_shorter_counts_until_it_is_unloaded(made: Any, clock: FakeClock) -> None:
+    pool, loads = made({"a": 20, "b": 20, "c": 20, "d": 20}, keep_alive=60, pinned=["d"])
+    for name in "abcd":
+        use(pool, name)
+    pool.keep("a", 0)
+    pool.keep("b", 120)
+    pool.keep("c", math.inf)
+    pool.keep("d", 0)
+    assert [s.keep_s for s in pool.status().values()] == [0, 120, None, None]
+    with pool.lease("a"):
+        pool.unload_idle()
+        assert loads.log[4:] == [], "not while it is used"
+    pool.unload_idle()
+    assert loads.log[4:] == ["-a"]
+    clock.now += 119
+    pool.unload_idle()
+    assert loads.log[5:] == []
+    clock.now += 1
+    pool.unload_idle()
+    assert loads.log[5:] == ["-b"]
+    clock.now += 1e9
+    pool.unload_idle()
+    assert loads.log[6:] == [], "neither what is kept for good nor what its owner pinned"
+    use(pool, "b")
+    assert pool.status()["b"].keep_s == 60
+
+
+@pytest.mark.parametrize("seconds", [1e300, math.inf])
+def test_a_time_that_no_thread_can_wait_for_is_for_good(seconds: float) -> None:
+    loads = FakeLoads({"a": 20})
+    pool = ModelPool({"a": "a"}, loads)
+    use(pool, "a")
+    pool.keep("a", seconds)
+    assert pool.status()["a"].keep_s is None
+    pool.keep("a", 0)
+    assert wait_for(lambda: loads.log == ["+a", "-a"]), "the thread that unloads has not died"
+    pool.close()
+
+
+def test_a_model_that_is_kept_for_good_still_makes_room_for_another(made: Any) -> None:
+    pool, loads = made({"a": 60, "b": 60})
+    use(pool, "a")
+    pool.keep("a", math.inf)
+    use(pool, "b")
+    assert loads.log == ["+a", "-a", "+b"]

@@ -1,0 +1,1 @@
+"""Anthropic's API: messages, counting their tokens, and the list of models."""
