@@ -1,8 +1,9 @@
 """Ollama's own client against a served model, and plain HTTP where the client hides what is sent."""
 
-from __future__ import dataclasses
+from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
 import json
 from types import SimpleNamespace
