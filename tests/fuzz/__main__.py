@@ -8,12 +8,12 @@ JSON lines and a summary; the exit status says whether there were any.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.fuzz.campaign import Campaign, server
-from tests.tiny import write_folder
 
 
 def main() -> int:
@@ -21,11 +21,12 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        tiny = write_folder(Path(folder) / "tiny")
-        with server(tiny, Path(folder)) as url:
-            campaign = Campaign(url, "tiny", args.seed)
-            campaign.run(args.requests)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(Path(folder)) as url,
+        contextlib.closing(Campaign(url, args.seed)) as campaign,
+    ):
+        campaign.run(args.requests)
     print(campaign.summary())
     return 1 if campaign.findings else 0
 

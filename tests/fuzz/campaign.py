@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from mlxinfer.config import load_settings
+from tests import tiny
 from tests.fuzz.bodies import GOOD, mutated, raw
+from tests.unit.encoders import tiny as encoders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+CHATS, EMBEDS = "tiny", "encoder"
 SLOW_S = 5.0
 CANARY_EVERY = 20
 CANARY = {"messages": [{"role": "user", "content": "what is the capital of france?"}], "max_tokens": 12,
@@ -35,14 +38,15 @@ HEADERS: list[dict[str, str]] = [
 
 
 @contextlib.contextmanager
-def server(model: Path, home: Path) -> Iterator[str]:
-    """A server of its own process on `model`, with a cache of its own; stopped at the end."""
+def server(home: Path) -> Iterator[str]:
+    """A server of its own process, with a cache of its own, on a tiny model and a tiny encoder; stopped at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     kernels = os.environ.get("MLXINFER_KERNELS_DIR") or str(load_settings().cache_dir / "kernels")
     environment = os.environ | {"MLXINFER_CACHE_DIR": str(home / "cache"), "MLXINFER_KERNELS_DIR": kernels}
-    command = [sys.executable, "-m", "mlxinfer", "serve", str(model), "--port", str(port)]
+    models = (f"{CHATS}={tiny.write_folder(home / CHATS)}", f"{EMBEDS}={encoders.write_folder(home / EMBEDS)}")
+    command = [sys.executable, "-m", "mlxinfer", "serve", *models, "--port", str(port)]
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
@@ -68,20 +72,22 @@ def server(model: Path, home: Path) -> Iterator[str]:
 class Campaign:
     """One run with a seed. `findings` are what must not be."""
 
-    def __init__(self, url: str, model: str, seed: int) -> None:
+    def __init__(self, url: str, seed: int) -> None:
         self._client = httpx.Client(base_url=url, timeout=SLOW_S * 4)
-        self._model = model
         self._drawn = random.Random(seed)
         self.findings: list[dict[str, Any]] = []
         self.statuses: collections.Counter[int] = collections.Counter()
         self.sent = 0
         self._expected = self._canary()
 
+    def close(self) -> None:
+        self._client.close()
+
     def run(self, requests: int) -> None:
         """Send so many, canaries not counted."""
         for i in range(requests):
             method, path, body = self._drawn.choice(GOOD)
-            data = None if body is None else raw(self._body(body), self._drawn)
+            data = None if body is None else raw(self._body(path, body), self._drawn)
             headers = dict(self._drawn.choice(HEADERS)) if self._drawn.random() < 0.1 else {}
             if self._drawn.random() < 0.03:
                 method = self._drawn.choice(METHODS)
@@ -90,9 +96,13 @@ class Campaign:
             found = self._one(method, path, data, headers)
             if found or i % CANARY_EVERY == 0:
                 self._check_canary()
+        counted = [line for line in self._client.get("/metrics").text.splitlines() if "internal_error" in line]
+        if counted:
+            self._found({}, f"counted by the server: {counted}")
 
-    def _body(self, body: dict[str, Any]) -> Any:
-        named = {"model": self._model, **body}
+    def _body(self, path: str, body: dict[str, Any]) -> Any:
+        fits = EMBEDS if path.endswith(("/embeddings", "/rerank", "/embed")) else CHATS
+        named = {"model": fits if self._drawn.random() < 0.9 else self._drawn.choice((CHATS, EMBEDS)), **body}
         return named if self._drawn.random() < 0.1 else mutated(named, self._drawn)
 
     def _one(self, method: str, path: str, data: bytes | None, headers: dict[str, str]) -> bool:
@@ -111,7 +121,7 @@ class Campaign:
             return self._found(request, f"took {took:.1f} s, then {answer.status_code}")
         if answer.status_code >= 400 and method != "HEAD" and not self._is_error(answer):
             return self._found(request, f"{answer.status_code} without an error object: {answer.text[:200]}")
-        if '"internal_error"' in answer.text:
+        if "internal error; the server's log" in answer.text:
             return self._found(request, f"an internal error in a stream: {answer.text[-300:]}")
         return False
 
@@ -124,7 +134,7 @@ class Campaign:
 
     def _canary(self) -> tuple[int, str]:
         try:
-            answer = self._client.post("/v1/chat/completions", json={"model": self._model, **CANARY})
+            answer = self._client.post("/v1/chat/completions", json={"model": CHATS, **CANARY})
             return answer.status_code, answer.json()["choices"][0]["message"]["content"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
             return 0, f"{type(error).__name__}: {error}"
