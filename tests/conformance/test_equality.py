@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import unittest.mock
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -41,12 +41,12 @@ class Watch:
     def patched(self):
         original = BatchSampler.__call__
 
-        def call(sampler: BatchSampler, logits: mx.array, uniforms: list[float]) -> mx.array:
+        def call(sampler: BatchSampler, logits: mx.array, uniforms: list[float], *more: Any) -> mx.array:
             names = {id(row.state): name for name, row in self.engine.runner._rows.items()}
             found = np.array(logits.astype(mx.float32))
             for row, one in zip(sampler.rows, found, strict=True):
                 self.logits[names[id(row)]].append(one)
-            return original(sampler, logits, uniforms)
+            return original(sampler, logits, uniforms, *more)
 
         return unittest.mock.patch.object(BatchSampler, "__call__", call)
 

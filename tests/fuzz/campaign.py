@@ -5,19 +5,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import os
 import random
-import socket
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from mlxinfer.config import load_settings
 from tests import tiny
 from tests.fuzz.bodies import GOOD, mutated, raw
+from tests.serving import served
 from tests.unit.encoders import tiny as encoders
 
 if TYPE_CHECKING:
@@ -39,34 +35,10 @@ HEADERS: list[dict[str, str]] = [
 
 @contextlib.contextmanager
 def server(home: Path) -> Iterator[str]:
-    """A server of its own process, with a cache of its own, on a tiny model and a tiny encoder; stopped at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    kernels = os.environ.get("MLXINFER_KERNELS_DIR") or str(load_settings().cache_dir / "kernels")
-    environment = os.environ | {"MLXINFER_CACHE_DIR": str(home / "cache"), "MLXINFER_KERNELS_DIR": kernels}
+    """A server on a tiny model and a tiny encoder."""
     models = (f"{CHATS}={tiny.write_folder(home / CHATS)}", f"{EMBEDS}={encoders.write_folder(home / EMBEDS)}")
-    command = [sys.executable, "-m", "mlxinfer", "serve", *models, "--port", str(port)]
-    with (home / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 120
-        while time.monotonic() < until and process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/ready").status_code == 200:
-                    break
-            time.sleep(0.1)
-        else:
-            raise RuntimeError(f"the server is not ready: {(home / 'server.log').read_text()[-2000:]}")
+    with served(models, home, "--access-log", "off") as url:
         yield url
-        alive = process.poll() is None
-    finally:
-        process.terminate()
-        code = process.wait(60)
-    log = (home / "server.log").read_text(errors="replace")
-    assert alive, f"the server is gone: {code}\n{log[-3000:]}"
-    assert "Traceback" not in log, log[-3000:]
 
 
 class Campaign:
