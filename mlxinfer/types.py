@@ -32,8 +32,6 @@ class Grammar:
     text: str = ""
     """A JSON schema as JSON, a regular expression, a Lark grammar as llguidance reads it, or choices as a JSON list of
     strings; nothing for "json_object"."""
-    reasoning: str = ""
-    """Lark rules, `reasoning` among them, of what comes before: the model's reasoning in its markup."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -43,9 +41,6 @@ class Grammar:
             )
         if not isinstance(self.text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidRequestError("a grammar's text must be a string", param="grammar")
-        if self.kind == "lark" and self.reasoning:
-            message = "a Lark grammar says all that a reply holds: turn the model's reasoning off, or use another kind"
-            raise InvalidRequestError(message, param="grammar")
         size = len(self.text.encode(errors="surrogatepass"))
         if size > MAX_GRAMMAR_BYTES:
             message = f"the {self.kind} grammar has {size:,} bytes; at most {MAX_GRAMMAR_BYTES:,} are read"

@@ -7,13 +7,14 @@ a constraint gives the bits of the tokens that may come next (sampling.py applie
 from __future__ import annotations
 
 import json
-import re
 import threading
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from mlxinfer.engine.unions import without_one_of
-from mlxinfer.errors import InvalidRequestError, UnsupportedModelError
+from mlxinfer.engine.aside import Aside
+from mlxinfer.errors import InvalidRequestError, QueueFullError, UnsupportedModelError
+from mlxinfer.tokenizer.schemas import for_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,62 +31,137 @@ MAX_DEPTH = 64
 MAX_CHOICES = 1024
 CACHED = 64
 """Compiled grammars that are kept."""
-WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
-"""Between the parts of JSON: room for a line's indentation, and an end for models that would go on forever."""
-LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "max_grammar_size": 200_000, "max_lexer_states": 50_000}
+STEP_S = 0.5
+"""What the constraints of a step may take together before one of them fails."""
+TOKEN_S = 0.02
+SPARE_S = 1.0
+"""What one may take in all: so much a token, and this."""
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "max_grammar_size": 200_000,
+    "max_lexer_states": 50_000,
+    "step_max_items": 5_000,
+}
 """Below llguidance's defaults where those would take seconds or hundreds of megabytes."""
 MAX_MESSAGE = 400
 
 
 class Constraint:
-    """One request's place in its grammar. On the MLX thread."""
+    """One request's place in its grammar: which tokens may come next."""
 
-    __slots__ = ("_matcher", "complete", "error")
+    __slots__ = ("_bits", "_matcher", "_spent", "_tokens", "complete", "error")
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, bits: bytes) -> None:
         self._matcher = matcher
+        self._bits = bits
+        self._spent = 0.0
+        self._tokens = 0
         self.complete = False
         """Nothing can follow."""
         self.error: str | None = None
         """Why the text so far cannot be continued; a limit was hit."""
 
+    def allowed(self, words: int) -> bytes:
+        """One bit per token that may come next, in `words` words of 32 bits, the lowest first."""
+        if self.complete or self.error is not None:
+            # What is sampled is thrown away: the request has ended, or fails.
+            return b"\xff" * (4 * words)
+        return self._bits[: 4 * words].ljust(4 * words, b"\0")
+
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take in the tokens that were sampled."""
+        """Take in the tokens that were sampled, and find what may follow. How long that takes nobody knows before."""
         if self.complete or self.error is not None:
             return
+        start = time.perf_counter()
         if not self._matcher.consume_tokens(list(tokens)):
             self._fail()
         elif self._matcher.is_stopped():
             self.complete = True
-
-    def allowed(self, words: int) -> bytes:
-        """One bit per token that may come next, in `words` words of 32 bits, the lowest first."""
-        bits = b""
-        if not self.complete and self.error is None:
+        else:
             bits = self._matcher.compute_bitmask()
             if self._matcher.is_error():
                 self._fail()
-        if self.complete or self.error is not None:
-            # What is sampled is thrown away: the request has ended, or fails.
-            return b"\xff" * (4 * words)
-        return bits[: 4 * words].ljust(4 * words, b"\0")
+            self._bits = bits
+        self._tokens += len(tokens)
+        self._spent += time.perf_counter() - start
+        if self._spent > SPARE_S + TOKEN_S * self._tokens:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """It takes too long for the others."""
+        self.error = f"it takes longer than {1000 * TOKEN_S:g} ms a token"
 
     def _fail(self) -> None:
-        self.error = _one_line(self._matcher.get_error()) or "the grammar cannot be followed"
+        self.error = _one_line(self._matcher.get_error()) or "no token can follow"
+
+
+Moves = list[tuple[Constraint, "Sequence[int]"]]
+"""Constraints, and the tokens to take each of them on by."""
+
+
+class Pacer:
+    """Takes the constraints of a step on, aside: one that takes too long fails its own request and holds nobody up."""
+
+    def __init__(self) -> None:
+        self._aside = Aside()
+
+    def advance(self, moves: Moves) -> None:
+        """Each by its tokens. From the MLX thread."""
+        while moves:
+            if self._aside.full:
+                for constraint, _ in moves:
+                    constraint.error = "other grammars take all the time there is; try again later"
+                return
+            walk = _Walk(moves)
+            if self._aside.run(walk.run, STEP_S):
+                return
+            # The one it stands at is left to that thread.
+            moves = walk.cut()
+
+    def close(self) -> None:
+        """Let its thread go."""
+        self._aside.close()
+
+
+class _Walk:
+    """One after the other, until it is cut off by another thread."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self._lock = threading.Lock()
+        self._begun = 0
+        self._ended = 0
+        self._cut = False
+
+    def run(self) -> None:
+        for constraint, tokens in self._moves:
+            with self._lock:
+                if self._cut:
+                    return
+                self._begun += 1
+            constraint.advance(tokens)
+            with self._lock:
+                self._ended += 1
+
+    def cut(self) -> Moves:
+        """Give up the one that is under way; those that haven't begun."""
+        with self._lock:
+            self._cut = True
+            if self._begun > self._ended:
+                self._moves[self._ended][0].abandon()
+            return self._moves[self._begun :]
 
 
 class CompiledGrammar:
     """A grammar that is ready for use by any number of requests."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, bits: bytes) -> None:
         self._matcher = matcher
+        self._bits = bits
 
-    def begin(self, output: Sequence[int] = ()) -> Constraint:
-        """A constraint after the tokens `output` of it."""
-        constraint = Constraint(self._matcher.deep_copy())
-        if output:
-            constraint.advance(output)
-        return constraint
+    def begin(self) -> Constraint:
+        """A constraint at the beginning of it."""
+        return Constraint(self._matcher.deep_copy(), self._bits)
 
 
 class Grammars:
@@ -107,17 +183,14 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
                 return self._compiled[grammar]
         vocabulary, source = self._words(), _source(grammar)
-        matcher = self._bounded(vocabulary, source)
-        if matcher.is_error():
+        matcher, bits = self._bounded(vocabulary, source)
+        if bits is None:
             raise InvalidRequestError(
                 f"the {grammar.kind} grammar cannot be used: {_one_line(matcher.get_error())}", param="grammar"
             )
-        compiled = CompiledGrammar(matcher)
-        first = compiled.begin()
-        # Limits are hit here rather than on the MLX thread, and a grammar without a sentence is found out.
-        if not any(first.allowed(-(-self._vocab_size // 32))) or first.error is not None:
-            message = f"the {grammar.kind} grammar allows no text: {first.error or 'nothing can come first'}"
-            raise InvalidRequestError(message, param="grammar")
+        if not any(bits):
+            raise InvalidRequestError(f"the {grammar.kind} grammar allows no text", param="grammar")
+        compiled = CompiledGrammar(matcher, bits)
         with self._lock:
             self._compiled[grammar] = compiled
             while len(self._compiled) > CACHED:
@@ -141,21 +214,28 @@ class Grammars:
                     raise UnsupportedModelError(message) from error
             return self._vocabulary
 
-    def _bounded(self, vocabulary: LLTokenizer, source: str) -> LLMatcher:
-        """Compile on a thread of its own, which nothing can stop, and stop waiting for it in time."""
-        made: list[LLMatcher] = []
+    def _bounded(self, vocabulary: LLTokenizer, source: str) -> tuple[LLMatcher, bytes | None]:
+        """Compile on a thread of its own, which nothing can stop, and stop waiting for it in time.
+
+        With the bits of the tokens that may come first; None: the matcher has the error.
+        """
+        made: list[tuple[LLMatcher, bytes | None]] = []
         done = threading.Event()
 
         def run() -> None:
             try:
-                made.append(_matcher(vocabulary, source))
+                matcher = _matcher(vocabulary, source)
+                first = matcher.deep_copy()
+                bits = None if matcher.is_error() else first.compute_bitmask()
+                made.append((first, None) if first.is_error() else (matcher, bits))
             finally:
                 self._places.release()
                 done.set()
 
         if not self._places.acquire(timeout=COMPILE_S):
-            message = f"{COMPILERS} grammars are being compiled that take longer than {COMPILE_S:g} s; try again later"
-            raise InvalidRequestError(message, param="grammar")
+            raise QueueFullError(
+                f"{COMPILERS} grammars are being compiled that take longer than {COMPILE_S:g} s", retry_after=COMPILE_S
+            )
         threading.Thread(target=run, name="mlxinfer-grammar", daemon=True).start()
         if not done.wait(COMPILE_S):
             message = f"the grammar takes longer than {COMPILE_S:g} s to compile; make it simpler"
@@ -175,28 +255,16 @@ def _source(grammar: Grammar) -> str:
     """The grammar in llguidance's own form."""
     from llguidance import LLMatcher
 
-    if grammar.kind == "regex" and not grammar.reasoning:
-        return LLMatcher.grammar_from_regex(grammar.text)
-    lark = grammar.text if grammar.kind == "lark" else f"start: body\n{_body(grammar)}"
-    if grammar.reasoning:
-        lark = f"start: reasoning body\n{grammar.reasoning}\n{_body(grammar)}"
-    return LLMatcher.grammar_from_lark(lark)
-
-
-def _body(grammar: Grammar) -> str:
-    """The Lark rule of a reply."""
     if grammar.kind == "regex":
-        # What is escaped stays so; a line's end would end the rule.
-        text = re.sub(r"\\.|/", lambda m: "\\/" if m[0] == "/" else m[0], grammar.text, flags=re.DOTALL)
-        return f"body: /{text}/".replace("\n", "\\n")
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(grammar.text)
     if grammar.kind == "choice":
-        return "body: " + " | ".join(json.dumps(c) for c in _choices(grammar.text))
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in _choices(grammar.text)))
     schema = {"type": "object"} if grammar.kind == "json_object" else _json(grammar.text, "the JSON schema")
     if schema is False or not isinstance(schema, dict | bool):
         raise InvalidRequestError("the JSON schema must be an object that something can satisfy", param="grammar")
-    schema = {} if schema is True else without_one_of(schema)
-    schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
-    return f"body: %json {json.dumps(schema)}"
+    return LLMatcher.grammar_from_json_schema(json.dumps(for_grammar(schema)))
 
 
 def _choices(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from mlxinfer.engine.sampling import BatchSampler, RowSampling, RowState, unifor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mlxinfer.engine.grammar import CompiledGrammar, Constraint
+    from mlxinfer.engine.grammar import CompiledGrammar, Constraint, Pacer
     from mlxinfer.engine.kv import Sequence
     from mlxinfer.engine.padded import SplitBatch
     from mlxinfer.engine.ragged import Batch
@@ -115,6 +115,8 @@ class Launched:
     unsubmitted: list[list[mx.array]] = field(default_factory=list)
     """What the step has to compute, in the order in which it is of use, until that is submitted."""
     prompts: list[tuple[str, int, Logprobs]] = field(default_factory=list)
+    pacer: Pacer | None = None
+    """Takes the grammars on by the tokens that were read."""
     tokens: mx.array | None = None
     logprobs: tuple[list[int], Logprobs] | None = None
 
@@ -152,9 +154,11 @@ class Launched:
         if self.tokens is None or self.choice is None:
             return out
         out.tokens = self.tokens.tolist()  # pyright: ignore[reportAttributeAccessIssue]
-        for i, constraint in self.choice.constraints.items():
+        constraints = self.choice.constraints
+        if constraints and self.pacer is not None:
+            self.pacer.advance([(constraint, [out.tokens[i]]) for i, constraint in constraints.items()])
+        for i, constraint in constraints.items():
             name = self.step.decode[i].request_id
-            constraint.advance([out.tokens[i]])
             if constraint.error is not None:
                 out.errors[name] = constraint.error
             elif constraint.complete:

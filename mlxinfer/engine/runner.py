@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from mlxinfer import runtime
 from mlxinfer.engine.forwards import Forwards
+from mlxinfer.engine.grammar import Pacer
 from mlxinfer.engine.logprobs import Logprobs
 from mlxinfer.engine.ragged import stackable
 from mlxinfer.engine.rows import Choice, Decoding, Launched, Row, RowSpec, uniforms
@@ -42,6 +43,7 @@ class Runner(Forwards):
         self._steps = 0
         self._unsubmitted: list[list[mx.array]] = []
         self._prompts: list[tuple[str, int, Logprobs]] = []
+        self._pacer = Pacer()
         self.submits_early = not runtime.on_cpu()
         """A step is submitted while the one before computes. On a CPU mlx would then copy every buffer that both write
         to: it holds a step's inputs until the step has run."""
@@ -74,7 +76,7 @@ class Runner(Forwards):
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
-        launched = Launched(step, choice, marker, self._unsubmitted, self._prompts)
+        launched = Launched(step, choice, marker, self._unsubmitted, self._prompts, self._pacer)
         if choice is not None and choice.constraints:
             self._unsubmitted.append([choice.logits])
         else:
@@ -102,6 +104,7 @@ class Runner(Forwards):
         mx.synchronize()
         self.drop_all()
         self._rows.clear()
+        self._pacer.close()
         if self.prefixes is not None:
             self.prefixes.close()
         self.prefixes = self.model = None
@@ -117,7 +120,9 @@ class Runner(Forwards):
         if start.output:
             row.state = RowState(row.spec.sampling, row.spec.prompt_token_ids, self.vocab_size, start.output)
         row.tokens = (*row.spec.prompt_token_ids, *start.output)
-        row.constraint = None if row.grammar is None else row.grammar.begin(start.output)
+        row.constraint = None if row.grammar is None else row.grammar.begin()
+        if row.constraint is not None and start.output:
+            self._pacer.advance([(row.constraint, start.output)])
         row.sequence = self.new_sequence()
         row.sequence.expect(len(row.tokens) + 1)
         row.token = None

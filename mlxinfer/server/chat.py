@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mlxinfer.server.inflight import merged, seeded, submit_all
 from mlxinfer.server.prompting import prepare
 from mlxinfer.server.state import priority_of
+from mlxinfer.tokenizer import StopMatcher
 from mlxinfer.tokenizer.replies import (
     Part,
     ReasoningPart,
@@ -196,9 +197,10 @@ class _Reader:
         self._held_tokens = 0
         self._held: list[TokenLogprob] = []
         self._kind: type[Part] = TextPart
+        self._stop = StopMatcher(prepared.stop)
         self.tokens = 0
         self.enough = False
-        """The only call that was allowed is whole; nothing that follows counts."""
+        """The only call that was allowed is whole, or a stop string has come; nothing that follows counts."""
 
     def read(self, delta: Delta) -> Iterator[ChatPart]:
         parts = self._parser.feed(delta.text) if delta.text and not self.enough else []
@@ -221,6 +223,8 @@ class _Reader:
             self._held.clear()
         yield from self._checked(parts)
         if delta.finish_reason is not None:
+            if not self.enough and (held := self._stop.flush()):
+                yield TextPart(held)
             yield self._finish(delta)
 
     def _end(self, *, cut: bool) -> list[Part]:
@@ -239,7 +243,14 @@ class _Reader:
         for part in parts:
             if self.enough:
                 return
-            yield part
+            if isinstance(part, TextPart):
+                text, self.enough = self._stop.feed(part.text)
+            else:
+                text = self._stop.flush()
+            if text:
+                yield TextPart(text)
+            if not isinstance(part, TextPart):
+                yield part
             if isinstance(part, ToolCallEnd):
                 self._calls += 1
                 self.enough = self._one_call
@@ -247,11 +258,12 @@ class _Reader:
     def _finish(self, delta: Delta) -> Finish:
         usage = delta.usage or Usage()
         usage = dataclasses.replace(usage, reasoning_tokens=min(self._reasoning_tokens, usage.completion_tokens))
-        if self.enough or (self._calls and delta.finish_reason == "stop"):
+        stop_string = self._stop.found or delta.stop_string
+        if self._calls and (self.enough or delta.finish_reason == "stop"):
             reason = "tool_calls"
         else:
-            reason = "length" if delta.finish_reason == "length" else "stop"
-        return Finish(reason, delta.stop_string, usage, delta.timings)
+            reason = "length" if delta.finish_reason == "length" and stop_string is None else "stop"
+        return Finish(reason, stop_string, usage, delta.timings)
 
 
 class _Collector:

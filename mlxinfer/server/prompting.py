@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.tokenizer.replies import reply_format
+from mlxinfer.tokenizer.schemas import for_grammar
 from mlxinfer.types import Grammar
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Prepared:
     format: ReplyFormat
     prompt_tail: str
     tools: tuple[dict[str, Any], ...]
+    stop: tuple[str, ...]
+    """Stop strings of the text alone; those of `params` are the engine's, which can't tell text from calls."""
 
     def parser(self) -> ReplyParser:
         """A new parser, for one choice. Without tools nothing is read as a call."""
@@ -74,15 +77,17 @@ def prepare(llm: LLM, task: ChatTask) -> Prepared:
     check_grammar(llm, params.grammar, field)
     if task.fit_max_tokens:
         params = fitted(params, llm.info.context_length - len(ids))
+    stop = params.stop if tools or form.has_reasoning else ()
     return Prepared(
         ids=ids,
-        params=params,
+        params=dataclasses.replace(params, stop=()) if stop else params,
         keep=_marker_ids(llm.tokenizer, form) if tools or form.has_reasoning else frozenset(),
         one_call=bool(tools) and not task.parallel_tool_calls,
         only_calls=bool(forced),
         format=form,
         prompt_tail=tail,
         tools=tools,
+        stop=stop,
     )
 
 
@@ -150,6 +155,12 @@ def _grammar(task: ChatTask, form: ReplyFormat, tail: str, forced: Sequence[dict
         return None
     if task.tools and task.tool_choice == "auto":
         return _text_or_calls(wanted, task, form, tail)
+    if wanted.kind == "lark" and form.think is not None and form.think.is_open(tail):
+        raise InvalidRequestError(
+            "this model's reply begins inside its reasoning, and a Lark grammar says all of a reply; turn the "
+            "reasoning off, or use another kind of grammar",
+            param="grammar",
+        )
     return form.constrained(wanted, tail)
 
 
@@ -164,7 +175,7 @@ def _text_or_calls(wanted: Grammar, task: ChatTask, form: ReplyFormat, tail: str
     if text.kind != "lark":
         # Read and written again: nothing but one JSON value gets into the grammar.
         schema = json.loads(wanted.text) if wanted.kind == "json_schema" else {"type": "object"}
-        text = Grammar("lark", f"start: text\ntext: %json {json.dumps(schema)}\n")
+        text = Grammar("lark", f"start: text\ntext: %json {json.dumps(for_grammar(schema))}\n")
     calls = form.calls_constrained(task.tools, tail, parallel=task.parallel_tool_calls, reasons=False)
     of_text, of_calls = (grammar.text.removeprefix("start: ").split("\n", 1) for grammar in (text, calls))
     prefix = form.reasoning_prefix(tail)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlxinfer.server")
 
 PREFLIGHT = {
-    "access-control-allow-methods": "GET, POST, OPTIONS",
+    "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
     "access-control-max-age": "600",
 }
 ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta"

@@ -37,6 +37,8 @@ WITH_CONTENT: dict[str, Any] = {
 class FunctionCall(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
+    parsed_arguments: Any = None
+    """As `parsed` of a message: what openai's helpers add to an answer, and send back with it."""
 
 
 class ToolCall(Strict):
@@ -56,6 +58,7 @@ class ChatMessage(Strict):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
+    parsed: Any = None
     # What a client that sends an answer back may leave in it, empty.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
@@ -92,6 +95,7 @@ class ChatMessage(Strict):
         message.setdefault("content", None)
         for call in message.get("tool_calls", ()):
             call.pop("index", None)
+            call["function"].pop("parsed_arguments", None)
             call["function"]["arguments"] = arguments(call["function"]["arguments"])
         return message
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import secrets
 import time
@@ -138,7 +139,11 @@ class TextAnswer:
 
     def _end_choice(self, index: int, delta: Delta) -> None:
         del self._open[index]
-        usage = self._usages[index] = delta.usage or Usage()
+        usage = delta.usage or Usage()
+        if self._task.prompt_only:
+            # The engine makes a token with the prompt's logits; nobody asked for it.
+            usage = dataclasses.replace(usage, completion_tokens=0)
+        self._usages[index] = usage
         first = index % self._task.n == 0
         self._state.ended(self._lease.name, usage, delta.timings, str(delta.finish_reason), with_prompt=first)
 

@@ -12,6 +12,7 @@ from mlxinfer.tokenizer.replies.lark import Lark, Tool
 from mlxinfer.tokenizer.replies.objects import BareCalls
 from mlxinfer.tokenizer.replies.reading import WHITESPACE, Reader, Scan, markers
 from mlxinfer.tokenizer.replies.writing import Writer
+from mlxinfer.tokenizer.schemas import for_grammar
 from mlxinfer.types import Grammar
 
 if TYPE_CHECKING:
@@ -214,9 +215,9 @@ def _body(grammar: Grammar) -> str:
     """The rule `body`."""
     if grammar.kind == "json_schema":
         # Read and written again: nothing but one JSON value gets into the grammar.
-        return f"body: %json {json.dumps(_loaded(grammar))}"
+        return f"body: %json {json.dumps(for_grammar(_loaded(grammar)))}"
     if grammar.kind == "json_object":
-        return 'body: %json {"type": "object"}'
+        return f"body: %json {json.dumps(for_grammar({'type': 'object'}))}"
     if grammar.kind == "choice":
         return "body: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _loaded(grammar))
     pattern = re.sub(r"\\.|/", lambda m: "\\/" if m[0] == "/" else m[0], grammar.text, flags=re.DOTALL)

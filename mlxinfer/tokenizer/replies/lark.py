@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.tokenizer.schemas import for_grammar
 
 Tool = Mapping[str, Any]
 
@@ -54,7 +55,7 @@ class Lark:
 
     def json(self, schema: Any) -> str:
         """A JSON value of this schema."""
-        return self.rule(f"%json {json.dumps(schema)}")
+        return self.rule(f"%json {json.dumps(for_grammar(schema))}")
 
     def text_until(self, closing: str, text: str = "(?s:.*)") -> str:
         """Any text (of this pattern) without `closing`, then `closing`."""

@@ -64,40 +64,6 @@ def test_each_kind_of_grammar_holds(llm: LLM) -> None:
     assert isinstance(json.loads(one("json_schema", "true")), str | int | float | bool | list | dict | None)
 
 
-THINKING = 'reasoning: /[a-z]{2,9}/ "#"'
-
-
-@pytest.mark.parametrize(
-    "grammar",
-    [
-        Grammar("json_schema", json.dumps(SCHEMA), THINKING),
-        Grammar("regex", "[/a]{3}", THINKING),
-        Grammar("regex", "a\\/\\\\/\nb", THINKING),
-        Grammar("choice", '["yes", "no"]', THINKING),
-        Grammar("json_object", "", THINKING),
-    ],
-)
-def test_reasoning_may_come_first_and_the_rest_still_holds(llm: LLM, grammar: Grammar) -> None:
-    reply = llm.chat("hello", grammar=grammar, max_tokens=500, temperature=1, seed=2, logit_bias={0: -100})
-    thought, mark, rest = reply.partition("#")
-    assert mark
-    assert re.fullmatch("[a-z]{2,9}", thought)
-    if reply.finish_reason == "stop":
-        if grammar.kind == "json_schema":
-            jsonschema.validate(json.loads(rest), SCHEMA)
-        elif grammar.kind == "regex":
-            assert re.fullmatch(grammar.text, rest)
-        elif grammar.kind == "choice":
-            assert rest in ("yes", "no")
-        else:
-            assert isinstance(json.loads(rest), dict)
-
-
-def test_a_lark_grammar_leaves_no_room_for_reasoning() -> None:
-    with pytest.raises(InvalidRequestError, match="turn the model's reasoning off"):
-        Grammar("lark", 'start: "a"', THINKING)
-
-
 def test_a_reply_that_is_cut_by_its_length_says_so(llm: LLM) -> None:
     reply = llm.chat("hello", grammar=PERSON, max_tokens=2, temperature=1, seed=1)
     assert reply.finish_reason == "length"
@@ -184,7 +150,7 @@ def test_a_grammar_that_breaks_on_the_way_fails_its_own_request_only(llm: LLM, m
             return getattr(self.matcher, name)
 
     compiled = llm.compile(CODE)
-    monkeypatch.setattr(compiled, "begin", lambda output=(): Constraint(Failing(compiled._matcher.deep_copy())))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(compiled, "begin", lambda: Constraint(Failing(compiled._matcher.deep_copy()), compiled._bits))  # pyright: ignore[reportArgumentType]
     greedy = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     expected = llm.submit(llm.prompt_ids("hello"), greedy).result()
     other = llm.submit(llm.prompt_ids("hello"), greedy)
@@ -199,7 +165,7 @@ def test_a_grammar_that_breaks_on_the_way_fails_its_own_request_only(llm: LLM, m
 @pytest.mark.parametrize(
     ("kind", "text", "says"),
     [
-        ("regex", "([", "regex"),
+        ("regex", "([", "regex parse error"),
         ("regex", "(?=x)y", "look-around"),
         ("lark", "start: nope", "nope"),
         ("json_schema", '{"type": "nope"}', "nope"),
@@ -245,12 +211,71 @@ def test_one_that_takes_too_long_is_given_up(llm: LLM, monkeypatch: pytest.Monke
             started.set()
             time.sleep(1)
 
+        def deep_copy(self) -> Slow:
+            return self
+
+        def is_error(self) -> bool:
+            return True
+
     grammars = Grammars(llm.tokenizer, llm.info.vocab_size)
     grammars.compile(CODE)
     monkeypatch.setattr(module, "_matcher", Slow)
     with pytest.raises(InvalidRequestError, match="longer than"):
         grammars.compile(Grammar("regex", "slow"))
     assert started.is_set()
+
+
+def slow(n: int) -> Grammar:
+    """Ambiguous to the utmost: llguidance's work for one token is seconds."""
+    parts = " | ".join(f"/[a-z]{{1,{i + 20}}}/ x" for i in range(n))
+    return Grammar("lark", f'start: "go" x\nx: {parts} | "z"')
+
+
+def test_a_grammar_that_takes_seconds_a_token_holds_nobody_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEP_S", 0.1)
+    monkeypatch.setitem(module.LIMITS, "step_max_items", 50_000)
+    ids = llm.prompt_ids("hello")
+    others = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    alone = llm.submit(ids, others).result()
+    heavy = llm.submit(ids, SamplingParams(max_tokens=12, temperature=1, seed=1, grammar=slow(300)))
+    light = llm.submit(ids, SamplingParams(max_tokens=60, temperature=1, seed=1, grammar=CODE))
+    gaps, last = [], time.monotonic()
+    for _ in llm.submit(ids, others):
+        gaps.append(time.monotonic() - last)
+        last = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="longer than"):
+        heavy.result()
+    assert max(gaps) < 2.0  # the grammar alone would take minutes
+    assert re.fullmatch(CODE.text, light.result())
+    assert llm.submit(ids, others).result() == alone
+
+
+def test_one_after_the_other_until_it_is_cut_off() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Constraint:
+        def __init__(self, wait: bool = False) -> None:
+            self.wait, self.moved, self.given_up = wait, 0, False
+
+        def advance(self, tokens: list[int]) -> None:
+            self.moved += 1
+            if self.wait:
+                begun.set()
+                go_on.wait(10)
+
+        def abandon(self) -> None:
+            self.given_up = True
+
+    moves = [(Constraint(wait=i == 1), [i]) for i in range(4)]
+    walk = module._Walk(moves)  # pyright: ignore[reportArgumentType]
+    thread = threading.Thread(target=walk.run)
+    thread.start()
+    assert begun.wait(10)
+    assert walk.cut() == moves[2:]
+    go_on.set()
+    thread.join()
+    assert [m.moved for m, _ in moves] == [1, 1, 0, 0]
+    assert [m.given_up for m, _ in moves] == [False, True, False, False]
 
 
 def test_compiled_grammars_are_kept_but_not_without_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,3 +211,38 @@ def test_two_choices_of_calls_do_not_mix(client: TestClient, llm: FakeLLM, form:
     ids = [c["id"] for choice in choices for c in choice["message"]["tool_calls"]]
     assert len(set(ids)) == 4
     assert choices[0]["message"]["content"] == choices[1]["message"]["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_and_is_not_looked_for_in_reasoning_or_calls(
+    client: TestClient, llm: FakeLLM, form: FakeFormat, stream: bool
+) -> None:
+    llm.says = ["r:I STOP", "Hello ", "ST", "c:weather", 'a:{"city": "STOP"}', "e:", " wor", "STO", "P more", "c:time"]
+    body = {"messages": HELLO, "tools": TOOLS, "stop": "STOP"}
+    if stream:
+        found = deltas(client, **{k: v for k, v in body.items() if k != "messages"})
+        text = "".join(c["delta"].get("content", "") for c in found)
+        thought = "".join(c["delta"].get("reasoning_content", "") for c in found)
+        names = [t["function"]["name"] for c in found for t in c["delta"].get("tool_calls", ()) if "id" in t]
+    else:
+        message = post(client, CHAT, **body)["choices"][0]["message"]
+        text, thought = message["content"], message["reasoning_content"]
+        names = [t["function"]["name"] for t in message["tool_calls"]]
+    assert (text, thought, names) == ("Hello ST wor", "I STOP", ["weather"])
+    assert llm.made[-1].params.stop == ()
+
+
+def test_a_beginning_of_a_stop_string_is_not_lost_at_the_end(
+    client: TestClient, llm: FakeLLM, form: FakeFormat
+) -> None:
+    llm.says = ["Hello ", "STO"]
+    choice = post(client, CHAT, messages=HELLO, tools=TOOLS, stop=["STOP"])["choices"][0]
+    assert choice["message"]["content"] == "Hello STO"
+    assert choice["finish_reason"] == "stop"
+
+
+def test_what_openais_helpers_add_to_an_answer_may_come_back_with_it(client: TestClient, llm: FakeLLM) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}}
+    history = [*HELLO, {"role": "assistant", "content": "x", "parsed": {"b": 2}, "tool_calls": [call]}]
+    post(client, CHAT, messages=[*history, {"role": "tool", "tool_call_id": "c", "content": "y"}])
+    assert "parsed" not in json.dumps(llm.rendered[-1])

@@ -194,7 +194,7 @@ def test_a_preflight_of_an_allowed_page_is_granted_what_it_asks_for(door: Addres
     status, head = preflight(door, ALLOWED, "Access-Control-Request-Headers: authorization, x-stainless-os")
     assert status == 204
     assert "access-control-allow-headers: authorization, x-stainless-os" in head
-    assert "access-control-allow-methods: get, post, options" in head
+    assert "access-control-allow-methods: get, post, delete, options" in head
     assert "private-network" not in head
 
 

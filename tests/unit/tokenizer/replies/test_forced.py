@@ -266,3 +266,11 @@ def test_gemma_writes_nested_values_and_function_gemma_refuses_them():
         assert not accepts("gemma4", grammar, f"<|tool_call>call:f{wrong}<tool_call|>")
     with pytest.raises(InvalidRequestError, match="can't write an array"):
         format_of("function_gemma").forced_calls([nested], parallel=False)
+
+
+def test_the_arguments_of_a_forced_call_are_held_to_their_schema_as_a_reply_would_be() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "not": {}}}, "x-guidance": {"lenient": True}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    grammar = format_of("plain").forced_calls([tool], parallel=False)
+    assert '"lenient"' not in grammar
+    assert "{0,20}" in grammar

@@ -11,6 +11,16 @@ from typing import Any
 
 MAX_HOPS = 16
 """References that are followed."""
+WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
+"""Between the parts of JSON: room for a line's indentation, and an end for models that would go on forever."""
+
+
+def for_grammar(schema: Any) -> Any:
+    """The schema as every grammar has it: `oneOf` made `anyOf` where that is the same, white space bounded, and none of
+    llguidance's own switches from a client (`x-guidance` can turn strictness off)."""
+    if not isinstance(schema, dict):
+        return {"x-guidance": {"whitespace_pattern": WHITESPACE}} if schema is True else schema
+    return {**without_one_of(schema), "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def without_one_of(schema: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxinfer.engine.unions import without_one_of
+from mlxinfer.tokenizer.schemas import WHITESPACE, for_grammar, without_one_of
 
 
 def tagged(value: Any, **more: Any) -> dict[str, Any]:
@@ -55,3 +55,10 @@ def test_where_two_may_hold_at_once_nothing_changes(parts: list[Any]) -> None:
 def test_what_only_looks_like_a_keyword_is_left_alone() -> None:
     schema = {"const": {"oneOf": [{"type": "string"}, {"type": "null"}]}, "anyOf": [], "oneOf": [{"const": 1}]}
     assert without_one_of(schema) == schema
+
+
+def test_a_client_cannot_turn_strictness_off() -> None:
+    found = for_grammar({"type": "string", "not": {"const": "x"}, "x-guidance": {"lenient": True}})
+    assert found == {"type": "string", "not": {"const": "x"}, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    assert for_grammar(True) == {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    assert for_grammar(False) is False

@@ -1,0 +1,57 @@
+"""Short work on a thread of its own, so that what turns out long can be left behind."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_LEFT = 8
+"""Threads that may be busy with what was left behind; they end with it."""
+
+
+class Aside:
+    """For one caller at a time. The work must let the caller run meanwhile (release the GIL)."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] | None = None
+        self._left: list[threading.Event] = []
+
+    @property
+    def full(self) -> bool:
+        """Too much was left behind that still runs."""
+        self._left = [done for done in self._left if not done.is_set()]
+        return len(self._left) >= MAX_LEFT
+
+    def run(self, work: Callable[[], None], seconds: float) -> bool:
+        """Do `work` and wait for it; False when it takes longer: it goes on, and nobody waits for it."""
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._jobs,), name="mlxinfer-aside", daemon=True).start()
+        done = threading.Event()
+        self._jobs.put((work, done))
+        if done.wait(seconds):
+            return True
+        # Its thread ends after this; the next work gets another.
+        self._jobs.put(None)
+        self._jobs = None
+        self._left.append(done)
+        return False
+
+    def close(self) -> None:
+        """Let the thread go."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+
+def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        work, done = job
+        try:
+            work()
+        finally:
+            done.set()
