@@ -5,6 +5,7 @@ The one place that may assume an operating system.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -20,6 +21,8 @@ import psutil
 from mlxinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    import threading
+
     import mlx.core as mx
 
 # mlx's Linux wheel calls cblas_sgemm of the reference BLAS it links. A faster library with the same symbols,
@@ -188,3 +191,10 @@ def _sysctl(name: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()
+
+
+def lower_priority(thread: threading.Thread) -> None:
+    """Let a thread have only what the others leave of the CPU, where the system can be told so: Linux."""
+    if sys.platform == "linux" and thread.native_id is not None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread.native_id, 19)

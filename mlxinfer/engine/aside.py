@@ -6,6 +6,8 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
+from mlxinfer import runtime
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -18,6 +20,7 @@ class Aside:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] | None = None
+        self._thread: threading.Thread | None = None
         self._left: list[threading.Event] = []
 
     @property
@@ -26,20 +29,23 @@ class Aside:
         self._left = [done for done in self._left if not done.is_set()]
         return len(self._left) >= MAX_LEFT
 
-    def run(self, work: Callable[[], None], seconds: float) -> bool:
-        """Do `work` and wait for it; False when it takes longer: it goes on, and nobody waits for it."""
+    def run(self, work: Callable[[], None], seconds: float) -> threading.Event | None:
+        """Do `work` and wait for it. When it takes longer it goes on and nobody waits: returns what it sets at its end."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._jobs,), name="mlxinfer-aside", daemon=True).start()
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="mlxinfer-aside", daemon=True)
+            self._thread.start()
         done = threading.Event()
         self._jobs.put((work, done))
         if done.wait(seconds):
-            return True
-        # Its thread ends after this; the next work gets another.
+            return None
+        # Its thread ends after this; the next work gets another. Until then it takes what the others leave.
+        if self._thread is not None:
+            runtime.lower_priority(self._thread)
         self._jobs.put(None)
         self._jobs = None
         self._left.append(done)
-        return False
+        return done
 
     def close(self) -> None:
         """Let the thread go."""

@@ -31,8 +31,10 @@ MAX_DEPTH = 64
 MAX_CHOICES = 1024
 CACHED = 64
 """Compiled grammars that are kept."""
-STEP_S = 0.5
-"""What the constraints of a step may take together before one of them fails."""
+STEP_S = 0.3
+"""What the constraints of a step may take together before one of them fails …"""
+HURRY_S = 0.05
+"""… and then those behind it."""
 TOKEN_S = 0.02
 SPARE_S = 1.0
 """What one may take in all: so much a token, and this."""
@@ -49,9 +51,10 @@ MAX_MESSAGE = 400
 class Constraint:
     """One request's place in its grammar: which tokens may come next."""
 
-    __slots__ = ("_bits", "_matcher", "_spent", "_tokens", "complete", "error")
+    __slots__ = ("_bits", "_matcher", "_spent", "_tokens", "complete", "error", "grammar")
 
-    def __init__(self, matcher: LLMatcher, bits: bytes) -> None:
+    def __init__(self, grammar: CompiledGrammar, matcher: LLMatcher | None, bits: bytes) -> None:
+        self.grammar = grammar
         self._matcher = matcher
         self._bits = bits
         self._spent = 0.0
@@ -72,15 +75,19 @@ class Constraint:
         """Take in the tokens that were sampled, and find what may follow. How long that takes nobody knows before."""
         if self.complete or self.error is not None:
             return
+        if self._matcher is None or self.grammar.stuck:
+            # All of a grammar's matchers wait for each other.
+            self.abandon()
+            return
         start = time.perf_counter()
         if not self._matcher.consume_tokens(list(tokens)):
-            self._fail()
+            self._fail(self._matcher)
         elif self._matcher.is_stopped():
             self.complete = True
         else:
             bits = self._matcher.compute_bitmask()
             if self._matcher.is_error():
-                self._fail()
+                self._fail(self._matcher)
             self._bits = bits
         self._tokens += len(tokens)
         self._spent += time.perf_counter() - start
@@ -91,8 +98,13 @@ class Constraint:
         """It takes too long for the others."""
         self.error = f"it takes longer than {1000 * TOKEN_S:g} ms a token"
 
-    def _fail(self) -> None:
-        self.error = _one_line(self._matcher.get_error()) or "no token can follow"
+    def give_way(self) -> None:
+        """Others take too long already; one that has only begun is not followed."""
+        if not self._tokens:
+            self.error = "other grammars take all the time there is; try again later"
+
+    def _fail(self, matcher: LLMatcher) -> None:
+        self.error = _one_line(matcher.get_error()) or "no token can follow"
 
 
 Moves = list[tuple[Constraint, "Sequence[int]"]]
@@ -107,16 +119,17 @@ class Pacer:
 
     def advance(self, moves: Moves) -> None:
         """Each by its tokens. From the MLX thread."""
+        if self._aside.full:
+            for constraint, _ in moves:
+                constraint.give_way()
+        seconds = STEP_S
         while moves:
-            if self._aside.full:
-                for constraint, _ in moves:
-                    constraint.error = "other grammars take all the time there is; try again later"
-                return
             walk = _Walk(moves)
-            if self._aside.run(walk.run, STEP_S):
+            left = self._aside.run(walk.run, seconds)
+            if left is None:
                 return
             # The one it stands at is left to that thread.
-            moves = walk.cut()
+            moves, seconds = walk.cut(left), HURRY_S
 
     def close(self) -> None:
         """Let its thread go."""
@@ -143,12 +156,14 @@ class _Walk:
             with self._lock:
                 self._ended += 1
 
-    def cut(self) -> Moves:
-        """Give up the one that is under way; those that haven't begun."""
+    def cut(self, end: threading.Event) -> Moves:
+        """Give up the one that is under way until `end` is set; those that haven't begun."""
         with self._lock:
             self._cut = True
             if self._begun > self._ended:
-                self._moves[self._ended][0].abandon()
+                constraint = self._moves[self._ended][0]
+                constraint.grammar.stands_until(end)
+                constraint.abandon()
             return self._moves[self._begun :]
 
 
@@ -158,10 +173,20 @@ class CompiledGrammar:
     def __init__(self, matcher: LLMatcher, bits: bytes) -> None:
         self._matcher = matcher
         self._bits = bits
+        self._stands: threading.Event | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """A constraint of it was given up and still computes: whatever else is done with it would wait for that."""
+        return self._stands is not None and not self._stands.is_set()
+
+    def stands_until(self, end: threading.Event) -> None:
+        """A constraint of it was given up, and computes until then."""
+        self._stands = end
 
     def begin(self) -> Constraint:
-        """A constraint at the beginning of it."""
-        return Constraint(self._matcher.deep_copy(), self._bits)
+        """A constraint at the beginning of it; one that fails at once where it is stuck."""
+        return Constraint(self, None if self.stuck else self._matcher.deep_copy(), self._bits)
 
 
 class Grammars:
@@ -179,9 +204,13 @@ class Grammars:
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The grammar, compiled or found. Raises InvalidRequestError for one that is wrong, or takes too long."""
         with self._lock:
-            if grammar in self._compiled:
+            found = self._compiled.get(grammar)
+            if found is not None:
                 self._compiled.move_to_end(grammar)
-                return self._compiled[grammar]
+                if found.stuck:
+                    message = f"the {grammar.kind} grammar takes too long a token; make it simpler"
+                    raise InvalidRequestError(message, param="grammar")
+                return found
         vocabulary, source = self._words(), _source(grammar)
         matcher, bits = self._bounded(vocabulary, source)
         if bits is None:

@@ -150,7 +150,9 @@ def test_a_grammar_that_breaks_on_the_way_fails_its_own_request_only(llm: LLM, m
             return getattr(self.matcher, name)
 
     compiled = llm.compile(CODE)
-    monkeypatch.setattr(compiled, "begin", lambda: Constraint(Failing(compiled._matcher.deep_copy()), compiled._bits))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(
+        compiled, "begin", lambda: Constraint(compiled, Failing(compiled._matcher.deep_copy()), compiled._bits)
+    )  # pyright: ignore[reportArgumentType]
     greedy = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     expected = llm.submit(llm.prompt_ids("hello"), greedy).result()
     other = llm.submit(llm.prompt_ids("hello"), greedy)
@@ -256,6 +258,7 @@ def test_one_after_the_other_until_it_is_cut_off() -> None:
     class Constraint:
         def __init__(self, wait: bool = False) -> None:
             self.wait, self.moved, self.given_up = wait, 0, False
+            self.grammar = module.CompiledGrammar(None, b"")  # pyright: ignore[reportArgumentType]
 
         def advance(self, tokens: list[int]) -> None:
             self.moved += 1
@@ -271,7 +274,13 @@ def test_one_after_the_other_until_it_is_cut_off() -> None:
     thread = threading.Thread(target=walk.run)
     thread.start()
     assert begun.wait(10)
-    assert walk.cut() == moves[2:]
+    end = threading.Event()
+    assert walk.cut(end) == moves[2:]
+    assert [m.grammar.stuck for m, _ in moves] == [False, True, False, False]
+    # Nothing else touches it meanwhile.
+    assert moves[1][0].grammar.begin().grammar is moves[1][0].grammar
+    end.set()
+    assert not moves[1][0].grammar.stuck
     go_on.set()
     thread.join()
     assert [m.moved for m, _ in moves] == [1, 1, 0, 0]
