@@ -30,7 +30,7 @@ class Aside:
         return len(self._left) >= MAX_LEFT
 
     def run(self, work: Callable[[], None], seconds: float) -> threading.Event | None:
-        """Do `work` and wait for it. When it takes longer it goes on and nobody waits: returns what it sets at its end."""
+        """Do `work` and wait. When it takes longer it goes on and nobody waits: returns what it sets at its end."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="mlxinfer-aside", daemon=True)
