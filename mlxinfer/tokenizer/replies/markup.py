@@ -179,6 +179,15 @@ def separated(grammar: Lark, members: Sequence[tuple[str, bool]], comma: str) ->
     return grammar.any_of(starts)
 
 
+def _members(
+    grammar: Lark, schema: Mapping[str, Any], members: list[tuple[str, bool]], comma: str, free: str
+) -> str:
+    """A call's arguments: those the schema names, or any number of `free` ones where it names none."""
+    if "properties" in schema:
+        return separated(grammar, members, comma)
+    return f"({free} ({comma} {free})*)?"
+
+
 def python_calls(grammar: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     """`<|tool_call_start|>[name(key=value, …), …]<|tool_call_end|>`; values are JSON."""
     bodies: list[str] = []
@@ -187,11 +196,7 @@ def python_calls(grammar: Lark, tools: Sequence[Tool], parallel: bool) -> str:
             (f"{quoted(identifier(key) + '=')} {grammar.json(own)}", needed)
             for key, own, needed in parameters_of(name, schema)
         ]
-        if "properties" in schema:
-            inner = separated(grammar, members, '", "')
-        else:
-            free = f'{_FREE_KEY} "=" {grammar.json({})}'
-            inner = f'({free} (", " {free})*)?'
+        inner = _members(grammar, schema, members, '", "', f'{_FREE_KEY} "=" {grammar.json({})}')
         bodies.append(f"{quoted(identifier(name) + '(')} {inner} {quoted(')')}")
     calls = grammar.repeated(grammar.any_of(bodies), '", "', many=parallel)
     return _joined(grammar.literal("<|tool_call_start|>["), calls, grammar.literal("]<|tool_call_end|>"))
@@ -215,11 +220,7 @@ class GemmaCalls:
                 (f"{quoted(identifier(key) + ':')} {self._value(grammar, key, own, anything)}", needed)
                 for key, own, needed in parameters_of(name, schema)
             ]
-            if "properties" in schema:
-                inner = separated(grammar, members, '","')
-            else:
-                free = f'{_FREE_KEY} ":" {anything}'
-                inner = f'({free} ("," {free})*)?'
+            inner = _members(grammar, schema, members, '","', f'{_FREE_KEY} ":" {anything}')
             bodies.append(f"{quoted('call:' + writable(name) + '{')} {inner} {quoted('}')}")
         call = _joined(grammar.literal(self.opener), grammar.any_of(bodies), grammar.literal(self.closer))
         return grammar.repeated(call, "", many=parallel)
