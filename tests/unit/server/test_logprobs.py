@@ -98,7 +98,9 @@ def test_a_streamed_echo_adds_up_to_the_whole(client: TestClient, llm: FakeLLM) 
 
 
 def test_only_the_prompt_is_echoed_where_no_tokens_are_wanted(client: TestClient, llm: FakeLLM) -> None:
-    choice = post(client, TEXT, prompt="qxzjk", echo=True, max_tokens=0, logprobs=1)["choices"][0]
+    answer = post(client, TEXT, prompt="qxzjk", echo=True, max_tokens=0, logprobs=1)
+    assert answer["usage"]["completion_tokens"] == 0
+    choice = answer["choices"][0]
     assert choice["text"] == "qxzjk"
     assert len(choice["logprobs"]["tokens"]) == 5
     assert llm.made[-1].params.max_tokens == 1
