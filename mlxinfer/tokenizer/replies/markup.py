@@ -179,9 +179,7 @@ def separated(grammar: Lark, members: Sequence[tuple[str, bool]], comma: str) ->
     return grammar.any_of(starts)
 
 
-def _members(
-    grammar: Lark, schema: Mapping[str, Any], members: list[tuple[str, bool]], comma: str, free: str
-) -> str:
+def _members(grammar: Lark, schema: Mapping[str, Any], members: list[tuple[str, bool]], comma: str, free: str) -> str:
     """A call's arguments: those the schema names, or any number of `free` ones where it names none."""
     if "properties" in schema:
         return separated(grammar, members, comma)
