@@ -1,0 +1,1 @@
+"""Readers of published checkpoints, one per format, all behind `Source`."""
