@@ -7,6 +7,7 @@ is logged with the flag that would allow it.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import re
@@ -59,6 +60,7 @@ class Guard:
         self._keys = Keyring((*own, *options.keys))
         self.working = 0
         """Requests with a body that has arrived and an answer that has not ended. Bodies that stall are none."""
+        self._turnstile = asyncio.Lock()
         self._open = {"/health", "/ready"} | ({"/metrics"} if options.metrics_open else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +80,7 @@ class Guard:
             else:
                 self._check_content_type(scope["method"], headers)
                 allowance = self._known(scope, headers)
-                self._check_room(scope["method"])
+                self._check_room(scope["method"], self.working)
                 if allowance is not None:
                     allowance.enter()
                     entered = allowance
@@ -88,9 +90,12 @@ class Guard:
             self._note(scope, error)
         work = _Work(self, receive)
         try:
+            if app is self._app and scope["method"] == "POST":
+                app = await self._queued(scope, work)
             await app(scope, work.receive, send if origin is None or refused else _with_cors(send, origin))
         finally:
             self.working -= work.counted
+            work.end()
             if entered is not None:
                 entered.leave()
 
@@ -172,10 +177,10 @@ class Guard:
         record_of(scope).allowance = allowance
         return allowance
 
-    def _check_room(self, method: str) -> None:
-        """Beyond the queue a request costs its headers only, and hears so at once."""
+    def _check_room(self, method: str, before: int) -> None:
+        """Beyond the queue a request costs its headers only, and hears so at once. `before`: how many are in front."""
         limit = self._options.max_requests
-        if method == "POST" and limit is not None and self.working >= limit:
+        if method == "POST" and limit is not None and before >= limit:
             raise RefusedError(
                 429,
                 f"{limit} requests run or wait already; try again in a moment",
@@ -183,6 +188,20 @@ class Guard:
                 allow="max_queue",
                 headers={"retry-after": "1"},
             )
+
+    async def _queued(self, scope: Scope, work: _Work) -> ASGIApp:
+        """One by one: of many who come at once, those beyond the queue hear so before the others are worked on."""
+        await work.peek()
+        if not work.counted:
+            return self._app
+        try:
+            self._check_room("POST", self.working - 1)
+        except HttpError as error:
+            self._note(scope, error)
+            return error_response(error, scope)
+        async with self._turnstile:
+            await asyncio.sleep(0)
+        return self._app
 
     def _check_content_type(self, method: str, headers: Headers) -> None:
         # Without an Origin it is no browser; curl's examples send a form type.
@@ -204,14 +223,31 @@ class _Work:
     def __init__(self, guard: Guard, receive: Receive) -> None:
         self._guard = guard
         self._receive = receive
+        self._first: asyncio.Future[Message] | None = None
         self.counted = False
 
+    async def peek(self) -> None:
+        """Count it now if its body is here already; waits for none."""
+        self._first = asyncio.ensure_future(self._receive())
+        await asyncio.sleep(0)
+        if self._first.done():
+            self._note(self._first.result())
+
     async def receive(self) -> Message:
-        message = await self._receive()
+        first, self._first = self._first, None
+        message = await (self._receive() if first is None else first)
+        self._note(message)
+        return message
+
+    def _note(self, message: Message) -> None:
         if not self.counted and message["type"] == "http.request" and not message.get("more_body", False):
             self.counted = True
             self._guard.working += 1
-        return message
+
+    def end(self) -> None:
+        """Nobody receives any more."""
+        if self._first is not None:
+            self._first.cancel()
 
 
 def _secret(headers: Headers) -> str:

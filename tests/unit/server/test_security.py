@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import TYPE_CHECKING
+
 import pytest
 from starlette.testclient import TestClient
 
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.pool import ModelPool
 from mlxinfer.server.app import create_app
+from mlxinfer.server.metrics import ServerMetrics
 from mlxinfer.server.options import ServerOptions
+from mlxinfer.server.record import SCOPE_KEY, RequestRecord
 from mlxinfer.server.run import bind
+from mlxinfer.server.security import Guard
 from tests.unit.server.conftest import BASE
 from tests.unit.server.fake import FakeLLM
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
 
 CHAT = "/v1/chat/completions"
 BODY = '{"messages": [{"role": "user", "content": "hi"}]}'
@@ -114,6 +124,36 @@ def test_beyond_what_may_run_and_wait_a_post_is_refused_before_its_body_and_a_ge
     client = client_with(max_requests=1)
     for body in ("{", BODY, "[]", BODY):
         assert client.post(CHAT, content=body).status_code in (200, 400), "each makes room when it ends"
+
+
+def test_of_many_who_come_at_once_those_beyond_the_queue_hear_so_before_the_others_are_worked_on() -> None:
+    happened: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        happened.append("worked on")
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def one(guard: Guard) -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"{}"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                happened.append(str(message["status"]))
+
+        scope: Scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"host", b"localhost")]}
+        await guard(scope | {SCOPE_KEY: RequestRecord("1")}, receive, send)
+
+    async def all_at_once() -> None:
+        guard = Guard(app, ServerOptions(max_requests=3), ServerMetrics(ModelPool.of({})))
+        await asyncio.gather(*(one(guard) for _ in range(10)))
+        assert guard.working == 0, "nobody is counted for ever"
+
+    asyncio.run(all_at_once())
+    assert happened[:7] == ["429"] * 7
+    assert happened[7:].count("200") == 3
 
 
 def test_with_a_key_a_full_server_tells_strangers_nothing() -> None:
