@@ -29,23 +29,28 @@ class Aside:
         self._left = [done for done in self._left if not done.is_set()]
         return len(self._left) >= MAX_LEFT
 
-    def run(self, work: Callable[[], None], seconds: float) -> threading.Event | None:
-        """Do `work` and wait. When it takes longer it goes on and nobody waits: returns what it sets at its end."""
+    def start(self, work: Callable[[], None]) -> threading.Event:
+        """Begin `work`; returns what it sets at its end."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="mlxinfer-aside", daemon=True)
             self._thread.start()
         done = threading.Event()
         self._jobs.put((work, done))
+        return done
+
+    def wait(self, done: threading.Event, seconds: float) -> bool:
+        """Wait for what was started last. False: it takes longer, goes on, and nobody waits for it any more."""
         if done.wait(seconds):
-            return None
+            return True
         # Its thread ends after this; the next work gets another. Until then it takes what the others leave.
         if self._thread is not None:
             runtime.lower_priority(self._thread)
-        self._jobs.put(None)
+        if self._jobs is not None:
+            self._jobs.put(None)
         self._jobs = None
         self._left.append(done)
-        return done
+        return False
 
     def close(self) -> None:
         """Let the thread go."""

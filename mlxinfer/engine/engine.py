@@ -169,7 +169,8 @@ class Engine:
         before, self._pending = self._pending, running
         if before is not None:
             self._building = before.launched.step
-            before.launched.wait()
+            # The grammars follow its tokens while the next step computes.
+            before.launched.follow()
         self._building = None
         if running is not None:
             running.launched.submit()

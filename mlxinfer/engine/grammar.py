@@ -116,20 +116,36 @@ class Pacer:
 
     def __init__(self) -> None:
         self._aside = Aside()
+        self._walk: _Walk | None = None
+        self._done = threading.Event()
+        self._until = 0.0
 
-    def advance(self, moves: Moves) -> None:
-        """Each by its tokens. From the MLX thread."""
+    def start(self, moves: Moves) -> None:
+        """Begin to take each on by its tokens; nothing may ask them before `finish`. From the MLX thread."""
+        self.finish()
         if self._aside.full:
             for constraint, _ in moves:
                 constraint.give_way()
-        seconds = STEP_S
-        while moves:
-            walk = _Walk(moves)
-            left = self._aside.run(walk.run, seconds)
-            if left is None:
-                return
-            # The one it stands at is left to that thread.
-            moves, seconds = walk.cut(left), HURRY_S
+        self._begin(moves, STEP_S)
+
+    def finish(self) -> None:
+        """Wait for what was started, as long as that may take."""
+        while self._walk is not None:
+            walk, self._walk = self._walk, None
+            if not self._aside.wait(self._done, max(0.0, self._until - time.perf_counter())):
+                # The one it stands at is left to that thread.
+                self._begin(walk.cut(self._done), HURRY_S)
+
+    def advance(self, moves: Moves) -> None:
+        """`start` and `finish`."""
+        self.start(moves)
+        self.finish()
+
+    def _begin(self, moves: Moves, seconds: float) -> None:
+        if moves:
+            self._walk = _Walk(moves)
+            self._until = time.perf_counter() + seconds
+            self._done = self._aside.start(self._walk.run)
 
     def close(self) -> None:
         """Let its thread go."""

@@ -119,6 +119,7 @@ class Launched:
     """Takes the grammars on by the tokens that were read."""
     tokens: mx.array | None = None
     logprobs: tuple[list[int], Logprobs] | None = None
+    _chosen: list[int] | None = None
 
     def choose(self) -> None:
         """Build the sampling, once what it depends on is known."""
@@ -144,19 +145,29 @@ class Launched:
         if ready is not None:
             mx.eval(ready)
 
-    def read(self) -> Outputs:
-        """Wait for the step. Rows with a grammar are a token further in it then."""
+    def follow(self) -> None:
+        """Wait for the step, and let the grammars begin to follow its tokens."""
         self.choose()
         self.wait()
+        if self._chosen is not None or self.tokens is None or self.choice is None:
+            return
+        chosen: list[int] = self.tokens.tolist()  # pyright: ignore[reportAssignmentType]
+        self._chosen = chosen
+        if self.choice.constraints and self.pacer is not None:
+            self.pacer.start([(constraint, [chosen[i]]) for i, constraint in self.choice.constraints.items()])
+
+    def read(self) -> Outputs:
+        """Wait for the step. Rows with a grammar are a token further in it then."""
+        self.follow()
         out = Outputs()
         for name, start, logprobs in self.prompts:
             out.prompts[name] = start, logprobs.read()
-        if self.tokens is None or self.choice is None:
+        if self._chosen is None or self.choice is None:
             return out
-        out.tokens = self.tokens.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+        out.tokens = self._chosen
         constraints = self.choice.constraints
         if constraints and self.pacer is not None:
-            self.pacer.advance([(constraint, [out.tokens[i]]) for i, constraint in constraints.items()])
+            self.pacer.finish()
         for i, constraint in constraints.items():
             name = self.step.decode[i].request_id
             if constraint.error is not None:

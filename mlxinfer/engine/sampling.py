@@ -102,9 +102,10 @@ def only_allowed(logits: mx.array, allowed: Mapping[int, bytes]) -> mx.array:
     that than for the rest of a small model's step.
     """
     rows, vocab = logits.shape
-    flags = np.ones((rows, vocab), np.bool_)
-    for row, bits in allowed.items():
-        flags[row] = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocab, bitorder="little")
+    width = max(map(len, allowed.values()))
+    words = b"".join([allowed.get(row, b"\xff" * width) for row in range(rows)])
+    bits = np.frombuffer(words, np.uint8).reshape(rows, width)
+    flags = np.unpackbits(bits, axis=1, count=vocab, bitorder="little").view(np.bool_)
     return mx.where(mx.array(flags), logits, -mx.inf)  # pyright: ignore[reportArgumentType] (any buffer)
 
 
