@@ -34,7 +34,9 @@ CACHED = 64
 STEP_S = 0.3
 """What the constraints of a step may take together before one of them fails …"""
 HURRY_S = 0.05
-"""… and then those behind it."""
+"""… and then those behind it, and all that come …"""
+WARY_S = 10.0
+"""… for so long."""
 TOKEN_S = 0.02
 SPARE_S = 1.0
 """What one may take in all: so much a token, and this."""
@@ -119,6 +121,7 @@ class Pacer:
         self._walk: _Walk | None = None
         self._done = threading.Event()
         self._until = 0.0
+        self._wary_until = 0.0
 
     def start(self, moves: Moves) -> None:
         """Begin to take each on by its tokens; nothing may ask them before `finish`. From the MLX thread."""
@@ -126,7 +129,7 @@ class Pacer:
         if self._aside.full:
             for constraint, _ in moves:
                 constraint.give_way()
-        self._begin(moves, STEP_S)
+        self._begin(moves, HURRY_S if time.perf_counter() < self._wary_until else STEP_S)
 
     def finish(self) -> None:
         """Wait for what was started, as long as that may take."""
@@ -134,6 +137,7 @@ class Pacer:
             walk, self._walk = self._walk, None
             if not self._aside.wait(self._done, max(0.0, self._until - time.perf_counter())):
                 # The one it stands at is left to that thread.
+                self._wary_until = time.perf_counter() + WARY_S
                 self._begin(walk.cut(self._done), HURRY_S)
 
     def advance(self, moves: Moves) -> None:

@@ -130,7 +130,7 @@ def _changed(root: Any, path: tuple[Any, ...], drawn: random.Random) -> Any:
     elif action == 2:
         parent[path[-1]] = [parent[path[-1]]] * drawn.choice((1, 2, 9))
     elif action == 3:
-        parent[path[-1]] = _nested(parent[path[-1]], drawn.choice((2, 40, 63, 70, 400)))
+        parent[path[-1]] = _nested(parent[path[-1]], drawn.choice((2, 40, 63, 70, 250)))
     else:
         parent[path[-1]] = nasty
     return root

@@ -19,7 +19,7 @@ from mlxinfer.types import Grammar, SamplingParams
 from tests import tiny
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from mlxinfer import LLM
 
@@ -285,6 +285,28 @@ def test_one_after_the_other_until_it_is_cut_off() -> None:
     thread.join()
     assert [m.moved for m, _ in moves] == [1, 1, 0, 0]
     assert [m.given_up for m, _ in moves] == [False, True, False, False]
+
+
+def test_after_one_that_took_too_long_the_next_get_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEP_S", 0.5)
+    go_on = threading.Event()
+
+    class Endless(module.Constraint):
+        def advance(self, tokens: Sequence[int]) -> None:
+            go_on.wait(30)
+
+    def taken() -> float:
+        constraint = Endless(module.CompiledGrammar(None, b""), None, b"")  # pyright: ignore[reportArgumentType]
+        begun = time.monotonic()
+        pacer.advance([(constraint, [1])])
+        assert constraint.error is not None
+        return time.monotonic() - begun
+
+    pacer = module.Pacer()
+    first, second = taken(), taken()
+    go_on.set()
+    pacer.close()
+    assert first >= 0.5 > second
 
 
 def test_compiled_grammars_are_kept_but_not_without_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
