@@ -140,3 +140,12 @@ def test_tools_that_are_too_many_for_one_grammar_are_refused_by_their_own_name()
     with pytest.raises(InvalidRequestError) as error:
         prepare(llm(), task(tools=tools, tool_choice="required"))  # pyright: ignore[reportArgumentType]
     assert error.value.param == "tools"
+
+
+def test_a_lark_grammar_cannot_begin_in_open_reasoning_and_can_without() -> None:
+    wanted, alone = Grammar("lark", "start: /a+/"), {"tools": ()}
+    opened = "{{ messages[0].content }}<think>\n"
+    with pytest.raises(InvalidRequestError, match="inside its reasoning") as error:
+        prepare(llm(opened), task(wanted, **alone))  # pyright: ignore[reportArgumentType]
+    assert error.value.param == "grammar"
+    assert prepare(llm("{{ messages[0].content }}"), task(wanted, **alone)).params.grammar == wanted  # pyright: ignore[reportArgumentType]
