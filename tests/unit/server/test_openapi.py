@@ -36,6 +36,10 @@ def test_every_post_describes_its_body_and_its_errors(document: dict[str, Any]) 
             assert shape == {"$ref": "#/components/responses/Error"}
 
 
+def test_the_figures_are_text(document: dict[str, Any]) -> None:
+    assert list(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+
+
 def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
     def references(node: Any) -> list[str]:
         if isinstance(node, dict):
