@@ -31,6 +31,12 @@ def main() -> None:
         cli(prog_name="mlxinfer")
     except KeyboardInterrupt:  # between the handler above and click's
         os._exit(INTERRUPTED)
+    except SystemExit as ending:
+        if ours and isinstance(ending.code, int):
+            from mlxinfer.cli.process import settle
+
+            settle(ending.code)
+        raise
 
 
 def _quit(signum: int, frame: FrameType | None) -> NoReturn:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -88,6 +90,27 @@ def cut_off_by_signals() -> Iterator[None]:
 
 def a_load_was_cut_off() -> bool:
     return _loads_cut_off
+
+
+def quit_on_signals(*, terminated: int, interrupted: int) -> None:
+    """From now on SIGTERM and SIGINT end the process at once, with these codes: only cleaning up is left to be cut off.
+
+    As exceptions they would come up in finalizers, which print them.
+    """
+    for number, code in ((signal.SIGTERM, terminated), (signal.SIGINT, interrupted)):
+        signal.signal(number, lambda *_, code=code: os._exit(code))
+
+
+def settle(code: int) -> None:
+    """The exit code is known: no signal that still comes changes it."""
+    quit_on_signals(terminated=code, interrupted=code)
+    atexit.register(_ignore_signals)
+
+
+def _ignore_signals() -> None:
+    # The interpreter gives handlers back to the system when it goes away, but leaves these alone.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end(code: int) -> NoReturn:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from mlxinfer.cli import checks, loading, options, output, process, progress
+from mlxinfer.cli import INTERRUPTED, checks, loading, options, output, process, progress
 from mlxinfer.config import override
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
         raise click.UsageError(f"--pin {unknown}: no model is served under that name; served are {', '.join(named)}")
     access = _access(settings, len(named))
     _check_address(settings, access)
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         with ExitStack() as stack:
             pool = _pool(named, settings, opts["pin"])
@@ -82,7 +83,8 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
                     _bring(pool, name, source, settings, lazy=opts["lazy"])
             _run(pool, settings, access, as_json=as_json)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _flags(opts: dict[str, Any]) -> dict[str, Any]:
@@ -176,8 +178,12 @@ def _run(pool: ModelPool, settings: Settings, access: dict[str, Any], *, as_json
             output.emit_json({"url": address, "models": list(pool)})
         output.say(f"Serving {', '.join(pool)} at {address}/v1   (Ctrl-C stops)")
 
+    # The server has handlers of its own; these are for the moments before and after them.
+    process.quit_on_signals(terminated=0, interrupted=INTERRUPTED)
     with here:
         ended_by = run_server(pool, host=settings.host, port=settings.port, on_started=started, **access)
+    code = INTERRUPTED if ended_by == signal.SIGINT else 0
+    process.quit_on_signals(terminated=code, interrupted=code)
     if ended_by == signal.SIGINT:
         raise click.Abort
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers, MutableHeaders
 
 from mlxinfer.server.errors import error_response
-from mlxinfer.server.record import SCOPE_KEY, RequestRecord, note_error, request_id
+from mlxinfer.server.record import BROKEN_KEY, SCOPE_KEY, RequestRecord, note_error, request_id
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -47,6 +47,9 @@ class AccessLog:
                 raise
             await error_response(error, scope)(scope, receive, answer)
         finally:
+            if BROKEN_KEY in scope:
+                # protocol.py has answered; what the route sent went nowhere.
+                record.status, record.sent, record.error, record.left = scope[BROKEN_KEY], 0, "invalid_http", False
             self._metrics.observe_http(_route(scope), scope["method"], record)
             if log.isEnabledFor(logging.INFO):
                 log.info(line(scope, record))
@@ -65,8 +68,11 @@ def _watched(receive: Receive, record: RequestRecord) -> Receive:
 def _counted(send: Send, record: RequestRecord) -> Send:
     async def counted(message: Message) -> None:
         if message["type"] == "http.response.start":
-            record.status = message["status"]
+            # A client that left gets no answer, whatever is made of its request.
+            record.status = None if record.left else message["status"]
             MutableHeaders(scope=message)[ID_HEADER] = record.id
+        elif record.status is None:
+            pass
         else:
             record.sent += len(message.get("body", b""))
             record.ended = not message.get("more_body", False)

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mlxinfer.server.inflight import merged, seeded, submit_all
 from mlxinfer.server.prompting import prepare
+from mlxinfer.server.reader import Finish, LogprobsPart, Reader
 from mlxinfer.server.state import priority_of
-from mlxinfer.tokenizer import StopMatcher
-from mlxinfer.tokenizer.replies import (
-    Part,
-    ReasoningPart,
-    TextPart,
-    ToolCallArguments,
-    ToolCallEnd,
-    ToolCallStart,
-)
-from mlxinfer.types import SamplingParams, Timings, TokenLogprob, Usage
+from mlxinfer.tokenizer.replies import ReasoningPart, TextPart, ToolCallArguments, ToolCallEnd, ToolCallStart
+from mlxinfer.types import SamplingParams, TokenLogprob, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from starlette.requests import Request
 
     from mlxinfer.llm import Generation
     from mlxinfer.pool import Lease
     from mlxinfer.server.prompting import Prepared
+    from mlxinfer.server.reader import ChatPart
     from mlxinfer.server.state import ServerState
-    from mlxinfer.types import Delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +52,6 @@ class ChatTask:
     """A max_tokens beyond the context is cut to what is left of it; else it is an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The last part of each choice."""
-
-    reason: Literal["stop", "length", "tool_calls"]
-    stop_string: str | None
-    """The stop string that ended it."""
-    usage: Usage
-    timings: Timings | None
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobsPart:
-    """Of the tokens of the text that follows, and of any before it that gave no text."""
-
-    tokens: tuple[TokenLogprob, ...]
-
-
-ChatPart = Part | LogprobsPart | Finish
-
-
 @dataclass(slots=True)
 class Collected:
     """A whole choice. A call that was cut off is left out."""
@@ -90,7 +61,7 @@ class Collected:
     tool_calls: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """(name, arguments as JSON text)."""
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    finish: Finish = Finish("stop", None, Usage(), None)
+    finish: Finish = field(default_factory=lambda: Finish("stop", None, Usage(), None))
 
 
 class ChatRun:
@@ -106,7 +77,7 @@ class ChatRun:
         self._state = state
         self._lease = lease
         self._generations = generations
-        self._readers = [_Reader(prepared) for _ in generations]
+        self._readers = [Reader(prepared) for _ in generations]
         self._open = set(range(self.n))
 
     async def parts(self) -> AsyncGenerator[tuple[int, ChatPart] | None]:
@@ -183,87 +154,6 @@ async def count_prompt(request: Request, state: ServerState, model: str | None, 
     lease = await state.lease(state.served_name(model), request.receive)
     with lease:
         return len((await state.in_pool(functools.partial(prepare, lease.llm, task))).ids)
-
-
-class _Reader:
-    """One choice: its deltas in, its parts out."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        self._parser = prepared.parser()
-        self._one_call = prepared.one_call
-        self._only_calls = prepared.only_calls
-        self._calls = 0
-        self._reasoning_tokens = 0
-        self._held_tokens = 0
-        self._held: list[TokenLogprob] = []
-        self._kind: type[Part] = TextPart
-        self._stop = StopMatcher(prepared.stop)
-        self.tokens = 0
-        self.enough = False
-        """The only call that was allowed is whole, or a stop string has come; nothing that follows counts."""
-
-    def read(self, delta: Delta) -> Iterator[ChatPart]:
-        parts = self._parser.feed(delta.text) if delta.text and not self.enough else []
-        if delta.finish_reason is not None and not self.enough:
-            parts += self._end(cut=delta.finish_reason == "length")
-        self.tokens += len(delta.token_ids)
-        self._held_tokens += len(delta.token_ids)
-        self._held += delta.logprobs
-        if parts:
-            self._attribute(parts)
-        elif delta.finish_reason is not None and self._kind is ReasoningPart:
-            self._reasoning_tokens += self._held_tokens
-        # Tokens after the last text have log probabilities too.
-        of_text = any(isinstance(p, TextPart) for p in parts) or (
-            not parts and delta.finish_reason is not None and self._kind is TextPart
-        )
-        if of_text and self._held:
-            yield LogprobsPart(tuple(self._held))
-        if parts:
-            self._held.clear()
-        yield from self._checked(parts)
-        if delta.finish_reason is not None:
-            if not self.enough and (held := self._stop.flush()):
-                yield TextPart(held)
-            yield self._finish(delta)
-
-    def _end(self, *, cut: bool) -> list[Part]:
-        parts = self._parser.end(complete=not cut)
-        # "<" may be text to the parser; where only calls can come it is the beginning of one.
-        return [p for p in parts if not isinstance(p, TextPart)] if cut and self._only_calls else parts
-
-    def _attribute(self, parts: Sequence[Part]) -> None:
-        """Tokens belong to the part they made; where one delta ends the reasoning and begins the text, to both."""
-        if any(isinstance(p, ReasoningPart) for p in parts):
-            self._reasoning_tokens += self._held_tokens
-        self._held_tokens = 0
-        self._kind = type(parts[-1])
-
-    def _checked(self, parts: Sequence[Part]) -> Iterator[Part]:
-        for part in parts:
-            if self.enough:
-                return
-            if isinstance(part, TextPart):
-                text, self.enough = self._stop.feed(part.text)
-            else:
-                text = self._stop.flush()
-            if text:
-                yield TextPart(text)
-            if not isinstance(part, TextPart):
-                yield part
-            if isinstance(part, ToolCallEnd):
-                self._calls += 1
-                self.enough = self._one_call
-
-    def _finish(self, delta: Delta) -> Finish:
-        usage = delta.usage or Usage()
-        usage = dataclasses.replace(usage, reasoning_tokens=min(self._reasoning_tokens, usage.completion_tokens))
-        stop_string = self._stop.found or delta.stop_string
-        if self._calls and (self.enough or delta.finish_reason == "stop"):
-            reason = "tool_calls"
-        else:
-            reason = "length" if delta.finish_reason == "length" and stop_string is None else "stop"
-        return Finish(reason, stop_string, usage, delta.timings)
 
 
 class _Collector:

@@ -161,9 +161,16 @@ def _read_private(path: Path) -> str:
         info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_FILE_BYTES:
             raise _bad(f"{path} must be a file of at most {MAX_FILE_BYTES:,} bytes")
-        if info.st_mode & 0o077:
+        if info.st_mode & (0o037 if _is_credential(path) else 0o077):
             raise _bad(f"{path} can be read by others (mode {stat.S_IMODE(info.st_mode):o}): chmod 600 {path}")
         return file.read(MAX_FILE_BYTES).decode("utf-8")
+
+
+def _is_credential(path: Path) -> bool:
+    """Whether systemd gave the file to this service: to its user alone, by an ACL that shows as the group's right to
+    read (LoadCredential= with User=)."""
+    folder = os.environ.get("CREDENTIALS_DIRECTORY")
+    return bool(folder) and path.parent == type(path)(folder)
 
 
 def _parse(entry: Any, where: str) -> ApiKey:

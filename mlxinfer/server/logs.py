@@ -77,7 +77,7 @@ def _open(path: Path) -> TextIO:
 
 @contextlib.contextmanager
 def logging_to(access_log: str | None) -> Iterator[None]:
-    """For a `with` block: warnings go to stderr, and the access log to "stderr" or to a file; None: nowhere.
+    """For a `with` block: warnings go to stderr, and the access log to "stderr" (also "-") or to a file; None: nowhere.
 
     Raises InvalidRequestError when the file cannot be written.
     """
@@ -104,7 +104,7 @@ def _attach(stack: contextlib.ExitStack, logger: logging.Logger, handler: loggin
 
 def _access_handler(where: str) -> LineHandler:
     try:
-        return LineHandler(sys.stderr if where == "stderr" else Path(where), level=logging.INFO)
+        return LineHandler(sys.stderr if where in ("stderr", "-") else Path(where), level=logging.INFO)
     except OSError as error:
         raise InvalidRequestError(
             f"the access log {where} cannot be written: {error.strerror}; name a file, stderr or off",

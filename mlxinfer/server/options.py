@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.server.keys import digest_of
 
 if TYPE_CHECKING:
     from mlxinfer.server.keys import ApiKey
@@ -58,6 +59,11 @@ class ServerOptions:
         if self.api_key is not None and any(key.name == "default" for key in self.keys):
             raise InvalidRequestError(
                 'a key of the file is called "default", as the one of MLXINFER_API_KEY is; rename it', param="keys_file"
+            )
+        if self.api_key is not None and any(key.digest == digest_of(self.api_key) for key in self.keys):
+            raise InvalidRequestError(
+                "MLXINFER_API_KEY, which has no limits, is also a key of the file; change one of them",
+                param="keys_file",
             )
         for name in ("allowed_hosts", "allowed_origins"):
             object.__setattr__(self, name, frozenset(value.lower() for value in getattr(self, name)))

@@ -11,6 +11,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from mlxinfer.server.errors import error_object
+from mlxinfer.server.record import BROKEN_KEY
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -59,6 +60,11 @@ def protocol(timeout_s: float, max_connections: int, refused: Callable[[str], No
             error = sys.exc_info()[1]
             status = getattr(error, "error_status_hint", 400)
             status = status if status in STATUSES else 400
+            if self.cycle is not None and not self.cycle.response_complete:
+                # Its route may not care for the body, and would send a second answer.
+                self.scope[BROKEN_KEY] = status  # pyright: ignore[reportGeneralTypeIssues]
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
             self._answer(status, f"the request is not valid HTTP: {error or msg}", "invalid_http")
 
         def _answer(self, status: int, text: str, code: str) -> None:

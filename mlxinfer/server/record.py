@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mlxinfer.types import Usage
 
 SCOPE_KEY = "mlxinfer.record"
+BROKEN_KEY = "mlxinfer.broken"
+"""In the scope of a request whose body turned out to be no HTTP: the status that its connection was closed with."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 

@@ -46,9 +46,11 @@ def _health(model: LLM | Encoder | None, status: ModelStatus) -> dict[str, objec
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """200 when what is to be loaded at the start is loaded and nothing loads, else 503 with what is missing."""
+    """200 when what is to be loaded at the start is loaded, nothing loads and no engine is dead, else 503 with why."""
     state = state_of(request)
     states = state.models.status()
-    missing = {name: states[name].state for name in state.models.missing()}
-    status = "shutting_down" if state.inflight.draining else "loading" if missing else "ready"
+    missing: dict[str, str] = {name: states[name].state for name in state.models.missing()}
+    dead = {name: "dead" for name in state.models if (one := state.models.model(name)) is not None and not one.alive}
+    status = "shutting_down" if state.inflight.draining else "dead" if dead else "loading" if missing else "ready"
+    missing |= dead
     return json_response({"status": status, "missing": missing}, status=200 if status == "ready" else 503)

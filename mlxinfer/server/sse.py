@@ -41,8 +41,9 @@ class StreamStyle:
     """Sent in a silence; b"" sends nothing."""
     done: bytes = DONE
     """The end of a stream that went well; b"" for none."""
-    error: Callable[[BaseException], bytes] | None = None
-    """The end of one that didn't: the status line is out by then. None: OpenAI's error object."""
+    error: Callable[[int, Mapping[str, Any]], bytes] | None = None
+    """The end of one that didn't, from the status it would have had and OpenAI's error object: the status line is out
+    by then. None: that object."""
 
 
 OPENAI = StreamStyle()
@@ -82,7 +83,8 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:  # noqa: BLE001 (the HTTP edge) the status line is out: what went wrong is the last event
             note_error(scope, error)
-            last = style.error(error) if style.error else frame(describe(error, record_of(scope).id)[1])
+            status, told, _ = describe(error, record_of(scope).id)
+            last = style.error(status, told) if style.error else frame(told)
         finally:
             await self._objects.aclose()
         await send({"type": "http.response.body", "body": last, "more_body": False})

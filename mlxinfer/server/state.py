@@ -12,7 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from mlxinfer.errors import InvalidRequestError, ModelFileError, ModelNotFoundError, UnsupportedModelError
+from mlxinfer.errors import (
+    EngineError,
+    InvalidRequestError,
+    ModelFileError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from mlxinfer.server.errors import HttpError
 from mlxinfer.server.inflight import Inflight, shutting_down, until_disconnect
 from mlxinfer.server.record import record_of
@@ -20,6 +26,7 @@ from mlxinfer.server.store import ResponseStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from starlette.requests import Request
     from starlette.types import Receive
@@ -102,8 +109,10 @@ class ServerState:
 
         Raises what loading raises, HttpError 503 when the server shuts down first, 400 when the client leaves.
         """
-        future = self.models.request(self.served_name(name))
+        name = self.served_name(name)
+        future: Future[Lease] | None = None
         try:
+            future = self.models.request(name)
             if not future.done():
                 arrived, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -116,13 +125,14 @@ class ServerState:
                 if not future.done():
                     raise HttpError(400, "the client left while the model was loading", code="disconnected")
             return future.result()
-        except (ModelFileError, ModelNotFoundError, UnsupportedModelError) as error:
+        except (EngineError, ModelFileError, ModelNotFoundError, UnsupportedModelError) as error:
             # Where its files are, and what is wrong with them, is the owner's to know.
             log.error("%s could not be loaded: %s", name, error)
             message = f"the model {name} could not be loaded; the server's log says why"
             raise HttpError(500, message, code="model_load_failed", param="model") from error
         except BaseException:
-            self.models.abandon(future)
+            if future is not None:
+                self.models.abandon(future)
             raise
 
     def check_open(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ class Stored:
 
 @dataclass(slots=True)
 class ResponseStore:
-    """In memory; the least recently stored goes first. Lives on the event loop."""
+    """In memory; of whoever keeps the most, the least recently stored goes first. Lives on the event loop."""
 
     max_count: int = MAX_COUNT
     max_bytes: int = MAX_BYTES
@@ -49,7 +49,7 @@ class ResponseStore:
         self._stored[tenant, response["id"]] = Stored(response, messages, size, self.clock() + self.ttl_s)
         self._bytes += size
         while len(self._stored) > self.max_count or self._bytes > self.max_bytes:
-            self._drop(next(iter(self._stored)))
+            self._drop(self._next_to_go())
 
     def get(self, tenant: str, response_id: str) -> Stored | None:
         """None for one that is not there any more, never was, or is another's."""
@@ -62,6 +62,15 @@ class ResponseStore:
         if found:
             self._drop((tenant, response_id))
         return found
+
+    def _next_to_go(self) -> tuple[str, str]:
+        """The oldest of the client that keeps the most: one that floods drives out its own, not what others keep."""
+        too_many = len(self._stored) > self.max_count
+        kept: Counter[str] = Counter()
+        for (tenant, _), one in self._stored.items():
+            kept[tenant] += 1 if too_many else one.size
+        largest = max(kept, key=kept.__getitem__)
+        return next(key for key in self._stored if key[0] == largest)
 
     def _drop(self, key: tuple[str, str]) -> None:
         self._bytes -= self._stored.pop(key).size

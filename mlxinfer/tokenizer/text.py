@@ -102,6 +102,8 @@ class StopMatcher:
         self.stopped = False
         self.found: str | None = None
         """The stop string that ended the text."""
+        self.behind = 0
+        """How many characters had come behind it by then."""
 
     def feed(self, text: str) -> tuple[str, bool]:
         """(text that is certain to come before any stop string, whether one was found). After that: ("", True)."""
@@ -114,7 +116,7 @@ class StopMatcher:
         if found:
             self.stopped, self._held = True, ""
             end, start = min(found)
-            self.found = text[start:end]
+            self.found, self.behind = text[start:end], len(text) - end
             return text[:start], True
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -74,6 +76,28 @@ def test_a_server_is_listed_watched_limited_and_stopped(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     asked = [(line["status"], line.get("key")) for line in lines if line["path"] == "/v1/completions"]
     assert asked == [(401, None), (404, "ben"), (200, "anna")]
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_that_go_on_coming_change_neither_the_exit_code_nor_print_anything(
+    tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    env = os.environ | {"MLXINFER_CONFIG": os.devnull, "MLXINFER_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "mlxinfer", "serve", f"tiny={tiny.write_folder(tmp_path / 'tiny')}", "--lazy"]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        url = json.loads(process.stdout.readline())["url"]
+        assert call(f"{url}/v1/completions", {"prompt": "the quick", "max_tokens": 4})[0] == 200
+        for _ in range(2000):
+            process.send_signal(sent)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.01)
+                break
+        assert process.wait(20) == code
+        assert "Traceback" not in process.stderr.read()
 
 
 # -- what requests make the server open --------------------------------------------------------------------------------

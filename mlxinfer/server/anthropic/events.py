@@ -33,8 +33,8 @@ class Blocks:
         self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
         self._show_thinking = show_thinking
-        self.cut: int | None = None
-        """The block of a call that the reply's end cut off."""
+        self.void: list[int] = []
+        """The blocks of calls that the reply's end cut off, or that turned out to be none after they had begun."""
         self._index = -1
         self._open: str | None = None
         self._blank = ""
@@ -70,7 +70,7 @@ class Blocks:
             case ToolCallArguments():
                 yield self._delta({"type": "input_json_delta", "partial_json": part.text})
             case ToolCallEnd():
-                yield from self._close()
+                yield from self._close(call_is_whole=True)
             case Finish():
                 yield from self._finish(part)
             case LogprobsPart():
@@ -102,24 +102,25 @@ class Blocks:
     def _delta(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self, *, call_is_whole: bool = False) -> Iterator[Event]:
         if self._open is None:
             return
+        if self._open == "tool_use" and not call_is_whole:
+            self.void.append(self._index)
         if self._open == "thinking":
             yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
         self._open, self._blank = None, ""
         yield {"type": "content_block_stop", "index": self._index}
 
     def _finish(self, finish: Finish) -> Iterator[Event]:
-        if self._open == "tool_use":
-            self.cut = self._index
         yield from self._close()
         if self._index < 0 and self._blank:
             # White space is all there is.
             yield self._begin("text", {"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": self._blank})
             yield from self._close()
-        delta = {"stop_reason": self._stop_reason(finish), "stop_sequence": finish.stop_string}
+        reason = self._stop_reason(finish)
+        delta = {"stop_reason": reason, "stop_sequence": finish.stop_string if reason == "stop_sequence" else None}
         yield {"type": "message_delta", "delta": delta, "usage": usage_object(finish.usage)}
         yield {"type": "message_stop"}
 
@@ -147,7 +148,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 async def whole_message(events: AsyncGenerator[Event | None], blocks: Blocks) -> dict[str, Any]:
-    """The message that the events of `blocks` build. A call that was cut off is left out."""
+    """The message that the events of `blocks` build. A call that isn't whole is left out."""
     message: dict[str, Any] = {}
     pieces: list[str] = []
     async with contextlib.aclosing(events):
@@ -164,8 +165,8 @@ async def whole_message(events: AsyncGenerator[Event | None], blocks: Blocks) ->
                     _seal(message["content"][-1], "".join(pieces))
                 case {"type": "message_delta", "delta": delta, "usage": usage}:
                     message |= {**delta, "usage": usage}
-    if blocks.cut is not None:
-        del message["content"][blocks.cut]
+    for index in reversed(blocks.void):
+        del message["content"][index]
     return message
 
 
@@ -178,7 +179,7 @@ def _add(block: dict[str, Any], delta: Mapping[str, Any], pieces: list[str]) -> 
 
 def _seal(block: dict[str, Any], text: str) -> None:
     if block["type"] == "tool_use":
-        # The reply's parser vouches for a whole call; one that was cut goes anyway.
+        # The reply's parser vouches for a whole call; any other goes anyway.
         with contextlib.suppress(ValueError):
             block["input"] = json.loads(text or "{}")
     else:

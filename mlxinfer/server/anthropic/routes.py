@@ -20,7 +20,7 @@ from mlxinfer.server.anthropic.schemas import CountRequest, MessagesRequest
 from mlxinfer.server.anthropic.task import NAMES, read_count, read_messages
 from mlxinfer.server.body import read_json
 from mlxinfer.server.chat import count_prompt, start_chat
-from mlxinfer.server.errors import describe, json_response
+from mlxinfer.server.errors import json_response
 from mlxinfer.server.inflight import until_disconnect
 from mlxinfer.server.openai.respond import ignored_header
 from mlxinfer.server.openapi import reads
@@ -29,7 +29,7 @@ from mlxinfer.server.sse import EventStream, StreamStyle, named_frame
 from mlxinfer.server.state import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator, Iterator, Mapping
 
     from starlette.types import Scope
 
@@ -99,8 +99,7 @@ async def _events(run: ChatRun, blocks: Blocks) -> AsyncGenerator[dict[str, Any]
 def _style(request_id: str) -> StreamStyle:
     """Events with names; the last is message_stop, or an error."""
 
-    def failed(error: BaseException) -> bytes:
-        status, body, _ = describe(error)
+    def failed(status: int, body: Mapping[str, Any]) -> bytes:
         return named_frame(as_anthropic(status, body, request_id))
 
     return StreamStyle(encode=named_frame, keepalive=named_frame(PING), done=b"", error=failed)

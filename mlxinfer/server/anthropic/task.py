@@ -75,6 +75,7 @@ def _task(sent: CountRequest, params: SamplingParams, kwargs: dict[str, Any]) ->
     return ChatTask(
         messages=for_template(sent.system, sent.messages),
         params=params,
+        grammar_field=FORMAT,
         tools=tools,
         tool_choice=_tool_choice(sent),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),

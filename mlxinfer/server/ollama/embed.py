@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ async def _embed(
             if found is None:
                 return {}  # nobody reads the answer to a client that left
             tokens = found.prompt_tokens
-            vectors = await state.in_pool(lambda: [[float(x) for x in vector] for vector in found.vectors])
+            vectors = await asyncio.to_thread(lambda: [[float(x) for x in vector] for vector in found.vectors])
     state.ended(name, Usage(prompt_tokens=tokens), None, "stop")
     return {
         "model": body.model or name,

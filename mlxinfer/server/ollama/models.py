@@ -24,9 +24,10 @@ def registered_name(state: ServerState, name: str | None) -> str:
 
     Raises what `ServerState.served_name` raises.
     """
-    if name is not None and name not in state.models:
+    here = state.names()  # and not all there are: an error's words must not tell of models that a key may not use
+    if name is not None and name not in here:
         bare = name.removesuffix(LATEST)
-        name = bare if bare in state.models else name
+        name = bare if bare in here else name
     return state.served_name(name)
 
 

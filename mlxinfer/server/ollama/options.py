@@ -60,8 +60,8 @@ def sampling(
     except InvalidRequestError as error:
         raise renamed(error, NAMES) from None
     honoured = {*NUMBERS, "num_predict", "top_k", "seed", "stop"}
-    # They end up in a header.
-    return params, tuple(f"options.{ascii(name)[1:-1][:40]}" for name in given if name not in honoured)
+    # They end up in a header, which must not end with a space.
+    return params, tuple(f"options.{ascii(name)[1:-1][:40].strip()}" for name in given if name not in honoured)
 
 
 def _integer(options: Mapping[str, Any], name: str) -> int | None:

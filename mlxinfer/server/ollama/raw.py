@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mlxinfer.server.chat import Finish, LogprobsPart
 from mlxinfer.server.inflight import merged, submit_all
-from mlxinfer.server.prompting import fitted
+from mlxinfer.server.prompting import check_grammar, fitted
 from mlxinfer.server.state import priority_of
 from mlxinfer.tokenizer.replies import TextPart
 from mlxinfer.types import Usage
@@ -35,6 +35,8 @@ class RawRun:
         self._state = state
         self._lease = lease
         self._generation = generation
+        self._tokens = 0
+        self._ended = False
 
     async def parts(self) -> AsyncGenerator[tuple[int, ChatPart] | None]:
         """As ChatRun.parts: all text, no reasoning and no calls."""
@@ -45,6 +47,7 @@ class RawRun:
                     yield None
                     continue
                 _, delta = event
+                self._tokens += len(delta.token_ids)
                 if delta.logprobs:
                     yield 0, LogprobsPart(delta.logprobs)
                 if delta.text:
@@ -52,12 +55,17 @@ class RawRun:
                 if delta.finish_reason is not None:
                     reason = "length" if delta.finish_reason == "length" else "stop"
                     usage = delta.usage or Usage()
+                    self._ended = True
                     self._state.ended(self.model, usage, delta.timings, reason)
                     yield 0, Finish(reason, delta.stop_string, usage, delta.timings)
 
     def end(self) -> None:
         """Cancel what still runs and let the model go. Harmless when it has ended."""
         self._generation.cancel()
+        if not self._ended:
+            # One that an error or a departure cut short used tokens too.
+            self._ended = True
+            self._state.ended(self.model, Usage(self._generation.prompt_tokens, self._tokens), None, "cancelled")
         self._lease.release()
 
 
@@ -79,5 +87,7 @@ async def start_raw(request: Request, state: ServerState, model: str | None, tas
 
 def _prepare(llm: LLM, task: RawText) -> tuple[list[int], SamplingParams]:
     context = llm.info.context_length
+    # Here and not when it is submitted: a grammar may take seconds.
+    check_grammar(llm, task.params.grammar, "format")
     ids = llm.tokenizer.encode(task.text, max_tokens=context)
     return ids, fitted(task.params, context - len(ids))

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from mlxinfer import __version__
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server.chat import start_chat
-from mlxinfer.server.errors import HttpError, describe, json_response
+from mlxinfer.server.errors import HttpError, json_response
 from mlxinfer.server.ollama.embed import embed, embed_one
 from mlxinfer.server.ollama.errors import DOCUMENTED, as_ollama
 from mlxinfer.server.ollama.lines import Lines, whole_answer
@@ -31,7 +31,7 @@ from mlxinfer.server.sse import EventStream, StreamStyle
 from mlxinfer.server.state import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from mlxinfer.server.chat import ChatRun
     from mlxinfer.server.ollama.raw import RawRun
@@ -120,8 +120,8 @@ def _encode(line: Any) -> bytes:
     return json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n"
 
 
-def _failed(error: BaseException) -> bytes:
-    return _encode(as_ollama(describe(error)[1]))
+def _failed(status: int, told: Mapping[str, Any]) -> bytes:
+    return _encode(as_ollama(told))
 
 
 STYLE = StreamStyle("application/x-ndjson", encode=_encode, keepalive=b"", done=b"", error=_failed)

@@ -45,6 +45,7 @@ def read_chat(body: ChatRequest) -> Asked:
         task = ChatTask(
             messages=messages_for_template(body.messages),
             params=params,
+            grammar_field="format",
             tools=tuple(tool.model_dump(exclude_none=True) for tool in body.tools or ()),
             template_kwargs=think_kwargs(body.think),
             fit_max_tokens=True,
@@ -65,6 +66,7 @@ def read_generate(body: GenerateRequest) -> Asked:
         task = ChatTask(
             messages=(*system, {"role": "user", "content": body.prompt}),
             params=params,
+            grammar_field="format",
             template_kwargs=think_kwargs(body.think),
             fit_max_tokens=True,
         )

@@ -152,7 +152,8 @@ class ChatAnswer:
                 index, part = item
                 match part:
                     case LogprobsPart():
-                        held[index] = part
+                        # Text that may begin a stop string comes later, with what follows it.
+                        held[index] = LogprobsPart((*held[index].tokens, *part.tokens)) if index in held else part
                     case Finish():
                         usages[index] = part.usage
                         yield self._chunk(index, {}, held.pop(index, None), part.reason) | blank

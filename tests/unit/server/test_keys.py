@@ -73,6 +73,20 @@ def test_a_file_that_others_can_read_or_write_is_refused_with_the_command_that_m
     assert oct(stat.S_IMODE(mode))[2:] in str(error.value)
 
 
+def test_a_credential_of_systemds_may_show_its_acl_as_the_groups_right_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, '[[key]]\nname = "a"\nkey = "k"\n', 0o440)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "another"))
+    with pytest.raises(InvalidRequestError, match="chmod 600"):
+        load_keys(path)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    assert [key.name for key in load_keys(path)] == ["a"]
+    path.chmod(0o444)
+    with pytest.raises(InvalidRequestError, match="chmod 600"):
+        load_keys(path)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -210,6 +224,18 @@ def test_a_model_the_key_may_not_use_does_not_exist_for_it(path: str) -> None:
     assert client.get("/v1/models/other", headers=bearer("sesame")).status_code == 404
 
 
+def test_a_tag_does_not_tell_a_model_the_key_may_not_use_from_one_that_does_not_exist() -> None:
+    client = client_with(ApiKey.of("anna", "sesame", models=frozenset({"tiny"})))
+    found = [
+        client.post(path, json={"model": f"{name}:latest", **more}, headers=bearer("sesame"))
+        for path, more in (("/api/show", {}), ("/api/generate", {"prompt": "x"}), ("/api/embed", {"input": "x"}))
+        for name in ("other", "nobody")
+    ]
+    assert {answer.status_code for answer in found} == {404}
+    assert len({answer.text.replace("other", "nobody") for answer in found}) == 1
+    assert "other:latest" in found[0].text
+
+
 def test_a_key_for_a_model_nobody_serves_stops_the_start() -> None:
     with pytest.raises(InvalidRequestError, match="'anna' may use nothing-like-it"):
         client_with(ApiKey.of("anna", "sesame", models=frozenset({"nothing-like-it", "tiny"})))
@@ -234,6 +260,11 @@ def test_a_route_sees_its_key_as_tenant_and_what_it_used_is_charged() -> None:
 def test_a_name_that_stands_twice_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="rename"):
         ServerOptions(api_key="x", keys=(ApiKey.of("default", "y"),))
+
+
+def test_one_key_without_limits_and_with_them_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="also a key of the file"):
+        ServerOptions(api_key="same", keys=(ApiKey.of("anna", "same", max_concurrent=1),))
 
 
 def test_keys_of_a_file_are_enough_to_listen_beyond_loopback() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from mlxinfer.server.openai import text
 from mlxinfer.server.openai.logprobs import TokenTexts, finite
 from mlxinfer.server.openai.textanswer import offsets
+from mlxinfer.server.reader import LogprobsPart, Reader
+from mlxinfer.tokenizer.replies import TextPart
+from mlxinfer.types import Delta, TokenLogprob
 from tests.unit.server.fake import logprob_of
 from tests.unit.server.test_completions import CHAT, HELLO, TEXT, events, post
 
@@ -57,6 +61,62 @@ def test_reasoning_and_calls_have_no_log_probabilities(client: TestClient, llm: 
     assert [t["token"] for t in choice["logprobs"]["content"]] == ["-", "an", "-"]
     llm.says = ["r:hm", "-:"]
     assert post(client, CHAT, messages=HELLO, logprobs=True)["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("says", "tokens"),
+    [
+        (["a", "x", "q", "b"], ["a", "x", "q", "b"]),  # "x" waits: it might have begun the stop string
+        (["a", "b", "xyz", "q", "r"], ["a", "b", "x"]),  # the fake gives a piece's first token
+        (["a", "x", "yz", "q", "r"], ["a", "x", "y"]),
+        (["r:xyz", "a", "x"], ["a", "x"]),
+    ],
+)
+def test_a_stop_string_loses_no_log_probability_before_it_and_none_comes_behind_it(
+    client: TestClient, llm: FakeLLM, form: FakeFormat, says: list[str], tokens: list[str]
+) -> None:
+    llm.says = says
+    fields: dict[str, Any] = {"messages": HELLO, "logprobs": True, "stop": "xyz"}
+    whole = post(client, CHAT, **fields)["choices"][0]
+    chunks = [c["choices"][0] for c in events(client.post(CHAT, json=fields | {"stream": True}).text)[:-1]]
+    assert [t["token"] for t in whole["logprobs"]["content"]] == tokens
+    assert [t["token"] for c in chunks if c["logprobs"] for t in c["logprobs"]["content"]] == tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_are_made_behind_a_stop_string_are_not_in_the_usage(
+    client: TestClient, llm: FakeLLM, form: FakeFormat, stream: bool
+) -> None:
+    llm.says = ["a", "xyz", *["q"] * 20]
+    body = {"messages": HELLO, "stop": "xyz", "stream": stream, "stream_options": {"include_usage": True}}
+    answer = client.post(CHAT, json=body)
+    usage = events(answer.text)[-2]["usage"] if stream else answer.json()["usage"]
+    assert usage["completion_tokens"] == 2
+
+
+class _Hoarder:
+    """A parser that lets go of all its text at a "!"."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> list[TextPart]:
+        self._text += text
+        return [TextPart(self._text)] if text == "!" else []
+
+
+def test_tokens_behind_a_stop_string_that_the_parser_held_back_with_it_are_left_out() -> None:
+    prepared: Any = SimpleNamespace(parser=_Hoarder, one_call=False, only_calls=False, stop=("st",))
+    reader = Reader(prepared)
+    parts = [
+        part
+        for i, text in enumerate(["a", "s", "t", "b", "", "cd", "!"])
+        for part in reader.read(Delta(text=text, token_ids=(i,), logprobs=(TokenLogprob(i, -1.0, ()),)))
+    ]
+    logprobs, text = parts
+    assert text == TextPart("a")
+    assert isinstance(logprobs, LogprobsPart)
+    assert [token.token_id for token in logprobs.tokens] == [0, 1, 2]
 
 
 def test_without_being_asked_for_there_are_none(client: TestClient, llm: FakeLLM) -> None:

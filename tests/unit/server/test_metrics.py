@@ -197,6 +197,26 @@ def test_an_error_in_the_middle_of_a_stream_is_in_the_log(client: TestClient, ll
     assert (entry["status"], entry["error"]) == (200, "internal_error")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {}),
+        ("/v1/messages", {"max_tokens": 9}),
+        ("/v1/responses", {"input": "x"}),
+        ("/api/chat", {}),
+    ],
+)
+def test_what_breaks_a_stream_is_in_the_log_by_its_requests_id(
+    client: TestClient, llm: FakeLLM, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any]
+) -> None:
+    llm.fail_after, llm.failure = 2, ZeroDivisionError("a bug")
+    sent = body | {"model": "tiny", "stream": True} | ({} if "input" in body else {"messages": CHAT["messages"]})
+    answer = client.post(path, json=sent, headers={"x-request-id": "r7"})
+    assert answer.status_code == 200
+    assert "internal error" in answer.text
+    assert [r.getMessage() for r in caplog.records if r.exc_info] == ["request r7: unexpected error"]
+
+
 def test_a_reader_that_stalls_costs_lines_and_holds_nobody_up() -> None:
     reader, writer = os.pipe()
     stream = os.fdopen(writer, "w")
@@ -234,6 +254,14 @@ def test_a_log_file_is_for_its_owner_and_is_followed_when_it_is_moved(tmp_path: 
     log.info("three")
     assert path.read_text() == "two\n"
     assert not log.handlers
+
+
+def test_a_dash_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    with logging_to("-"):
+        logging.getLogger("mlxinfer.access").info("one")
+    assert capfd.readouterr().err == "one\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_log_file_that_cannot_be_written_is_said_before_the_server_starts(tmp_path: Path) -> None:

@@ -162,6 +162,8 @@ def test_ready_says_what_is_missing_and_health_does_not_mind(client: TestClient,
     assert (client.get("/ready").status_code, client.get("/ready").json()["status"]) == (200, "ready")
     loads.here[0].alive = False
     assert client.get("/health").status_code == 503, "a loaded model whose engine is dead is another matter"
+    ready = client.get("/ready")
+    assert (ready.status_code, ready.json()) == (503, {"status": "dead", "missing": {"a": "dead"}})
 
 
 def test_ready_needs_no_key(pool: ModelPool) -> None:
@@ -219,3 +221,14 @@ def test_a_shutdown_answers_who_waits_for_a_load_at_once(pool: ModelPool, loads:
         assert pool.status()["a"].waiting == 0
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+@pytest.mark.parametrize("error", [ModelNotFoundError("nothing at /home/me/a"), OSError("/home/me/a is on fire")])
+def test_where_files_are_is_not_told_while_the_last_loads_error_is_the_answer(
+    client: TestClient, loads: OneAtATime, error: Exception
+) -> None:
+    loads.errors["path/of/a"] = error
+    answers = [ask(client, "a") for _ in range(3)]
+    assert loads.loads == ["path/of/a"], "the others came too soon for another try"
+    assert [(a.status_code, a.json()["error"]["code"]) for a in answers] == [(500, "model_load_failed")] * 3
+    assert all("/home/me" not in a.text for a in answers)

@@ -51,3 +51,13 @@ def test_each_key_sees_its_own_only() -> None:
     assert store.get("bob", "a") is None
     assert not store.delete("bob", "a")
     assert store.get("ann", "a") is not None
+
+
+def test_a_flood_of_one_key_drives_out_its_own_and_not_what_another_keeps() -> None:
+    for store in (ResponseStore(max_count=3), ResponseStore(max_bytes=400)):
+        store.put("ann", response("first", 50), ())
+        for i in range(20):
+            store.put("bob", response(f"b{i}", 50), ())
+        assert store.get("ann", "first") is not None
+        assert store.get("bob", "b19") is not None
+        assert store.get("bob", "b0") is None

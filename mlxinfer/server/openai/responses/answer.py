@@ -7,13 +7,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.server.chat import Finish
-from mlxinfer.server.errors import describe
 from mlxinfer.server.openai.logprobs import TokenTexts
 from mlxinfer.server.openai.messages import arguments
 from mlxinfer.server.openai.responses.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from mlxinfer.server.chat import ChatRun
     from mlxinfer.server.openai.responses.request import ResponseRequest
@@ -66,10 +65,10 @@ class ResponseAnswer:
         response = self._ended(finish)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, error: BaseException) -> dict[str, Any]:
-        """The last event of a stream in which something went wrong."""
-        told = describe(error)[1]["error"]
-        response = self._response("failed") | {"error": {"code": told["code"], "message": told["message"]}}
+    def failed(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """The last event of a stream in which something went wrong: `told` is the error object."""
+        error = told["error"]
+        response = self._response("failed") | {"error": {"code": error["code"], "message": error["message"]}}
         return self._event("response.failed", response=response)
 
     def _ended(self, finish: Finish) -> dict[str, Any]:

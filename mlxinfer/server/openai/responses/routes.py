@@ -40,7 +40,7 @@ async def create(request: Request) -> Response:
     run = await _start(request, state, body, task)
     answer = ResponseAnswer(run, body, conversation, _keep(state) if body.store is not False else None)
     if body.stream:
-        style = StreamStyle(encode=named_frame, done=b"", error=lambda error: named_frame(answer.failed(error)))
+        style = StreamStyle(encode=named_frame, done=b"", error=lambda _, told: named_frame(answer.failed(told)))
         return streamed(answer.events(), ignored, run.end, style)
     return await whole(request, answer.whole(), ignored, run.end)
 

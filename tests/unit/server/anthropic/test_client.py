@@ -224,3 +224,10 @@ def test_ignored_fields_are_named_in_a_header(client: TestClient) -> None:
     answer = client.post("/v1/messages", json={**BODY, "metadata": {"user_id": "u"}, "service_tier": "auto"})
     assert answer.status_code == 200
     assert answer.headers["x-mlxinfer-ignored"] == "metadata, service_tier"
+
+
+def test_a_call_that_turned_out_to_be_none_is_text_only(client: TestClient, llm: FakeLLM, form: FakeFormat) -> None:
+    llm.says = ["c:weather", 'a:{"city"', "it was text", "c:time", "a:{}", "e:", "c:weather", "a:{"]
+    made = client.post("/v1/messages", json=BODY | {"tools": TOOLS}).json()
+    assert [b["type"] for b in made["content"]] == ["text", "tool_use"]
+    assert (made["content"][0]["text"], made["content"][1]["name"]) == ("it was text", "time")

@@ -111,6 +111,17 @@ def test_a_schema_and_options_reach_the_model(client_: ollama.Client, llm: FakeL
     assert (params.temperature, params.max_tokens, params.seed) == (0, 4, 3)
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_form_is_compiled_before_the_request_is_queued_and_a_wrong_one_is_named(
+    client: TestClient, llm: FakeLLM, raw: bool
+) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": "x", "raw": raw, "stream": False}
+    assert client.post("/api/generate", json=body | {"format": {"type": "object"}}).status_code == 200
+    assert [grammar.kind for grammar in llm.compiled] == ["json_schema"]
+    answer = client.post("/api/generate", json=body | {"format": {"const": "no such thing"}})
+    assert (answer.status_code, answer.json()) == (400, {"error": "format: the grammar cannot be used"})
+
+
 def test_log_probabilities_come_with_their_text(client_: ollama.Client, llm: FakeLLM) -> None:
     for stream in (False, True):
         made: Any = client_.chat("tiny", HELLO, logprobs=True, top_logprobs=2, stream=stream)
@@ -177,6 +188,19 @@ def test_embeddings_come_from_the_models_own_method(
     assert client_.embeddings("tiny", "").embedding == []
     client_.embed("tiny", "ab", truncate=False)
     assert asked[-1][1]["truncate"] is False
+
+
+def test_vectors_that_are_made_when_a_shutdown_begins_are_sent(
+    client: TestClient, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def aembed(texts: list[str], **_: Any) -> Any:
+        client.app.state.server.inflight.drain()  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+        return SimpleNamespace(vectors=[[1.0]], prompt_tokens=1)
+
+    monkeypatch.setattr(llm, "info", dataclasses.replace(llm.info, makes="embeddings"))
+    monkeypatch.setattr(llm, "aembed", aembed, raising=False)
+    answer = client.post("/api/embed", json={"model": "tiny", "input": "a"})
+    assert (answer.status_code, answer.json()["embeddings"]) == (200, [[1.0]])
 
 
 @pytest.mark.parametrize(

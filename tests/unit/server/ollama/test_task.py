@@ -54,6 +54,14 @@ def test_no_limit_and_a_random_seed_have_numbers_in_ollama() -> None:
     assert sampling({"top_k": 10**12}, None, None)[0].top_k == 2**31 - 1
 
 
+def test_the_name_of_an_option_can_stand_in_a_header() -> None:
+    for name in ("x ", " x ", "x" * 39 + " y", "\t", "é\n"):
+        (shown,) = sampling({name: 1}, None, None)[1]
+        assert shown == shown.strip()
+        assert shown.isascii()
+        assert shown.isprintable()
+
+
 def test_options_that_nothing_heeds_are_named() -> None:
     ignored = sampling({"num_ctx": 4096, "mirostat": 1, "wéird\n": 2, "seed": 1}, None, None)[1]
     assert ignored == ("options.num_ctx", "options.mirostat", "options.w\\xe9ird\\n")
