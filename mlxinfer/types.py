@@ -272,7 +272,7 @@ class Reply(str):
 class ProgressEvent:
     """One step of a long job: a download, a load, a conversion."""
 
-    phase: Literal["resolve", "download", "verify", "unpack", "build", "load"]
+    phase: Literal["resolve", "download", "verify", "unpack", "build", "load", "write"]
     done: int = 0
     """Bytes so far; of a build, files."""
     total: int | None = None

@@ -125,6 +125,16 @@ def build_model(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> n
     return model
 
 
+def blank_model(config: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """An unquantized model of a config, none of its arrays computed, and the arguments that mlx-lm took or assumed."""
+    model_class: Any
+    model_class, args_class = model_classes(config)
+    with _file_errors(f"config of {config.get('model_type')}"):
+        arguments = args_class.from_dict(dict(config))
+        model = model_class(arguments)
+    return model, dict(vars(arguments))
+
+
 def _quantize(model: nn.Module, quantization: Mapping[str, Any], weights: dict[str, mx.array]) -> None:
     """Make the layers for which `<path>.scales` is among the weights packed ones."""
 

@@ -26,6 +26,7 @@ VERBS = {
     "show": ("mlxinfer.cli.show:show", "Say what a model is."),
     "rm": ("mlxinfer.cli.rm:rm", "Delete a model's files."),
     "fit": ("mlxinfer.cli.fit:fit", "Say whether a model fits this machine, and how fast it will be."),
+    "export": ("mlxinfer.cli.export:export", "Write a model for transformers or llama.cpp."),
     "bench": ("mlxinfer.cli.bench:bench", "Measure speed under load, alone or against other servers."),
     "doctor": ("mlxinfer.cli.doctor:doctor", "Check this machine and say how to mend what is wrong."),
     "completion": ("mlxinfer.cli.completion:completion", "Print a shell completion script."),

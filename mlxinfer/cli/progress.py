@@ -25,8 +25,9 @@ VERB = {
     "unpack": "Unpacking",
     "build": "Building",
     "load": "Loading",
+    "write": "Writing",
 }
-COUNTED = ("download", "verify", "unpack")
+COUNTED = ("download", "verify", "unpack", "write")
 """Phases whose bytes are worth a bar."""
 IN_FILES = ("build",)
 """Phases that count files."""

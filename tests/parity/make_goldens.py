@@ -22,16 +22,13 @@ import hashlib
 import json
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from tests.parity.llamacpp import tokenizer_of
 from tests.unit.formats.gguf_files import auto, tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 POSITIONS, STRIDE, TOP = 3, 64, 64
@@ -225,26 +222,6 @@ def make_tokens(name: str, path: Path) -> None:
         "prompts": [tokenize(text, True) for text in PROMPTS],
     }
     (FIXTURES / f"{name}_tokens.json").write_text(json.dumps(golden, indent=0) + "\n", encoding="utf-8")
-
-
-def tokenizer_of(path: Path) -> Callable[[str, bool], list[int]]:
-    """llama.cpp's (text, add BOS?) to ids; special tokens in the text count."""
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    params.n_ctx = 512
-    params.warmup = False
-    server = xllamacpp.Server(params)
-
-    def ids(text: str, add_special: bool) -> list[int]:
-        body = json.dumps({"content": text, "add_special": add_special, "parse_special": True}).encode()
-        address = f"{server.listening_address}/tokenize"
-        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["tokens"]
-
-    return ids
 
 
 def digest(path: Path) -> bytes:

@@ -13,8 +13,9 @@ import pytest
 import tokenizers
 
 from mlxinfer import upstream
+from mlxinfer.convert.sources.gguf import GGUFSource
 from mlxinfer.formats.gguf import load_gguf, read_gguf
-from mlxinfer.formats.gguf.blocks import read_tensor
+from mlxinfer.formats.gguf.arrays import read_parameter
 from mlxinfer.formats.gguf.pretokenizers import PRE_TOKENIZERS
 from mlxinfer.formats.gguf.vocab import read_vocabulary
 from tests.parity.make_goldens import FIXTURES, POSITIONS, PRE, STRIDE, TEXTS, TINY, TINY_IDS
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     import mlx.nn as nn
 
-    from mlxinfer.formats.gguf.reader import GGUFTensor
+    from mlxinfer.formats.gguf.parameters import Parameter
 
 TOLERANCE = 1e-3
 """Of logits between 5 and 30 in size; what is seen is below 1e-4."""
@@ -63,15 +64,15 @@ def test_a_random_model_of_each_architecture_has_the_logits_of_transformers(tmp_
     np.testing.assert_allclose(logits[:, ::4], golden[arch], atol=TOLERANCE, rtol=0)
 
 
-def one_off(tensor: GGUFTensor, dtype: mx.Dtype) -> Generator[None, None, mx.array]:
+def one_off(parameter: Parameter, dtype: mx.Dtype) -> Generator[None, None, mx.array]:
     """Norms with one added once more."""
     yield
-    value = read_tensor(tensor, dtype)
-    return value + 1 if tensor.name.endswith("_norm.weight") else value  # type: ignore[operator,return-value]
+    value = read_parameter(parameter, dtype)
+    return value + 1 if parameter.tensors[0].name.endswith("_norm.weight") else value  # type: ignore[operator,return-value]
 
 
 FAULTS = {
-    "rows of q and k left interleaved": ("llama", "model.halves_apart", lambda rows, heads: rows),
+    "rows of q and k left interleaved": ("llama", "mapping.halves_apart", lambda heads, rotated: np.arange),
     "the wrong attention scale": ("gemma3", "config._query_scalar", lambda config, layers: 256),
     "another turn of sliding layers": ("gemma3", "config._sliding_pattern", lambda fields, layers: 3),
     "norms one off": ("gemma2", "model.read_in_slices", one_off),
@@ -142,6 +143,37 @@ def test_each_pre_tokenizer_splits_as_llama_cpp_does(demo_gguf: Path, pre: str) 
         and (ours := tokenizer.encode(text, add_special_tokens=False).ids) != ids
     }
     assert not wrong
+
+
+def check_source(path: Path, name: str) -> None:
+    """The shortest prompt, with every weight as `convert` reads it: exact codes packed, the rest floats."""
+    golden = golden_arrays(f"{name}_logits.npz")
+    source = GGUFSource(path)
+    weights: dict[str, mx.array] = {}
+    for key, logical in source.tensors.items():
+        if logical.packing is None or logical.handling != "exact":
+            weights[key] = mx.array(source.read(key))
+            continue
+        packed, form = source.read_packed(key), logical.packing
+        assert packed.biases is not None
+        parts = [mx.array(a) for a in (packed.weight, packed.scales, packed.biases)]
+        weights[key] = mx.dequantize(*parts, group_size=form.group_size, bits=form.bits)
+    model = upstream.build_model(source.config, weights)
+    logits = logits_of(model, golden["ids0"].tolist())
+    expected = golden["strided0"]
+    assert np.linalg.norm(logits[-POSITIONS:, ::STRIDE] - expected) <= 1e-3 * np.linalg.norm(expected)
+    np.testing.assert_allclose(logits[-POSITIONS:, ::STRIDE], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.model
+def test_the_demo_model_as_a_source_has_the_logits_of_transformers(demo_gguf: Path) -> None:
+    check_source(demo_gguf, "smollm2")
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_gemma_as_a_source_has_the_logits_of_transformers(gemma_gguf: Path) -> None:
+    check_source(gemma_gguf, "gemma3")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Tensor data to arrays: block types whose codes mlx can hold become affine groups of 32, the rest become floats.
+"""Tensor data to numpy arrays: block types whose codes mlx can hold keep them, everything becomes floats.
 
 ggml computes w = d * (q - z) or w = d * q + m per block; mlx computes w = scale * q + bias per group. The codes are
 kept and only their order in the words changes, so with float32 scales both give the same bits. A block holds its low
@@ -8,117 +8,75 @@ nibbles first (elements 0 to 15), then its high nibbles; mlx wants consecutive e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-import mlx.core as mx
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from mlxinfer.errors import ModelFileError, UnsupportedModelError
+from mlxinfer.formats.gguf.sixbits import q6_k
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from mlxinfer.formats.gguf.reader import GGUFTensor
 
-GROUP_SIZE = 32
-SLICE_ELEMENTS = 2**24
-"""Elements dequantized at a time: 64 MiB of float32, so that a large matrix is never whole as floats."""
+Split = tuple[np.ndarray, np.ndarray, "np.ndarray | None"]
+"""Codes uint8 (groups, group size), scales (groups, 1): float32 in affine mode, else uint8, biases float32 or None."""
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """An affine-quantized matrix of mlx: uint32 words (rows, columns * bits / 32), scales and biases (rows, groups)."""
+class Layout:
+    """How mlx holds a block type."""
 
-    weight: mx.array
-    scales: mx.array
-    biases: mx.array
     bits: int
+    block_bytes: int
+    split: Callable[[np.ndarray], Split]
+    """Blocks (n, block_bytes) to codes, scales and biases."""
+    group_size: int = 32
+    mode: Literal["affine", "mxfp4", "nvfp4"] = "affine"
+    exact: bool = True
+    """With float32 scales every value is kept."""
 
 
-def read_tensor(tensor: GGUFTensor, dtype: mx.Dtype) -> Packed | mx.array:
-    """Matrices of a type in PACKED as Packed, everything else as an array of `dtype`.
-
-    Scales and biases get `dtype` too: float32 holds every one exactly; float16 does for Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0
-    (short of overflow), whose own are float16, and rounds those of Q4_K and Q5_K; bfloat16 keeps 8 bits of each.
-    """
-    reading = read_in_slices(tensor, dtype)
-    while True:
-        try:
-            next(reading)
-        except StopIteration as done:
-            return done.value
-
-
-def read_in_slices(tensor: GGUFTensor, dtype: mx.Dtype) -> Generator[None, None, Packed | mx.array]:
-    """`read_tensor` that yields between two slices of SLICE_ELEMENTS."""
-    raw = tensor.read()
-    step = max(1, SLICE_ELEMENTS // tensor.shape[-1])
-    slices = [raw[start : start + step] for start in range(0, raw.shape[0], step)]
-    if tensor.type in PACKED and len(tensor.shape) == 2:
-        pieces: list[tuple[mx.array, mx.array, mx.array]] = []
-        for rows in slices:
-            pieces.append(_pack(tensor, rows, dtype))
-            yield
-        words, scales, biases = (_joined([piece[i] for piece in pieces]) for i in range(3))
-        return Packed(words, scales, biases, PACKED[tensor.type][0])
-    floats: list[mx.array] = []
-    for rows in slices:
-        floats.append(_floats(tensor, rows, dtype))
-        yield
-    return _joined(floats).reshape(tensor.shape)
-
-
-def narrowed(value: Packed | mx.array) -> Packed | mx.array:
-    """A matrix, or the scales and biases of a packed one, in half precision where that loses nothing."""
-    if isinstance(value, Packed):
-        scales, biases = _in_half([value.scales, value.biases])
-        return Packed(value.weight, scales, biases, value.bits)
-    return _in_half([value])[0] if value.ndim == 2 else value
-
-
-def _in_half(arrays: list[mx.array]) -> list[mx.array]:
-    for dtype in (mx.float16, mx.bfloat16):
-        half = [a.astype(dtype) for a in arrays]
-        if all(mx.array_equal(h.astype(a.dtype), a).item() for h, a in zip(half, arrays, strict=True)):
-            return half
-    return arrays
-
-
-def _joined(pieces: list[mx.array]) -> mx.array:
-    whole = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
-    mx.eval(whole)
-    return whole
-
-
-def _floats(tensor: GGUFTensor, raw: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """Some rows of `tensor` by the `gguf` package's dequantizer."""
-    try:
-        # A corrupt scale may overflow or be NaN; that is the file's value, not worth a warning.
-        with np.errstate(all="ignore"):
-            values = np.ascontiguousarray(dequantize(raw, tensor.type), dtype=np.float32)
-    except NotImplementedError:
-        raise UnsupportedModelError(
-            f"{tensor.path}: tensor {tensor.name} has type {tensor.type.name}, which cannot be dequantized"
-        ) from None
-    array = mx.array(values).astype(dtype)
-    mx.eval(array)
-    return array
-
-
-def _pack(tensor: GGUFTensor, raw: np.ndarray, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
-    """Some rows of `tensor`: words, scales and biases."""
-    bits, block_bytes, split = PACKED[tensor.type]
+def float_rows(tensor: GGUFTensor, raw: np.ndarray) -> np.ndarray:
+    """Some rows of `tensor`, uint8 (rows, bytes), as float32 (rows, columns), by the `gguf` package's dequantizer."""
+    # A corrupt scale may overflow or be NaN; that is the file's value, not worth a warning.
     with np.errstate(all="ignore"):
-        codes, scales, biases = split(raw.reshape(-1, block_bytes))
-    if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
-        raise ModelFileError(f"{tensor.path}: tensor {tensor.name} has a block scale that is not finite; it is corrupt")
+        if tensor.type == Kind.F64:
+            return np.ascontiguousarray(raw).view("<f8").astype(np.float32)
+        try:
+            return np.ascontiguousarray(dequantize(raw, tensor.type), dtype=np.float32)
+        except NotImplementedError:
+            raise UnsupportedModelError(
+                f"{tensor.path}: tensor {tensor.name} has type {tensor.type.name}, which cannot be dequantized"
+            ) from None
+
+
+def packed_rows(tensor: GGUFTensor, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Some rows of a `tensor` of a type in PACKED: uint32 words, scales and biases, each (rows, …).
+
+    Raises ModelFileError for a scale that is no number.
+    """
+    layout = PACKED[tensor.type]
+    with np.errstate(all="ignore"):
+        codes, scales, biases = layout.split(raw.reshape(-1, layout.block_bytes))
+    for factor in (scales, biases):
+        if factor is not None and not (
+            np.isfinite(factor).all() if layout.mode == "affine" else _sound(layout, factor)
+        ):
+            raise ModelFileError(
+                f"{tensor.path}: tensor {tensor.name} has a block scale that is not finite; it is corrupt"
+            )
     rows = raw.shape[0]
-    words = mx.array(pack_codes(codes.reshape(rows, -1), bits))
-    factors = [mx.array(f.reshape(rows, -1)).astype(dtype) for f in (scales, biases)]
-    mx.eval(words, *factors)
-    return words, factors[0], factors[1]
+    words = pack_codes(codes.reshape(rows, -1), layout.bits)
+    return words, scales.reshape(rows, -1), None if biases is None else biases.reshape(rows, -1)
+
+
+def _sound(layout: Layout, scales: np.ndarray) -> bool:
+    """No NaN among e8m0 (255) or e4m3 (127, and the sign that ggml's scales don't have)."""
+    return bool((scales < (0xFF if layout.mode == "mxfp4" else 0x7F)).all())
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -126,6 +84,9 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     rows = codes.shape[0]
     if bits == 8:
         return np.ascontiguousarray(codes).view(np.uint32)
+    if bits == 2:
+        quads = codes.reshape(rows, -1, 4) << np.arange(0, 8, 2, dtype=np.uint8)
+        return np.bitwise_or.reduce(quads, axis=-1).view(np.uint32)
     if bits == 4:
         return np.ascontiguousarray(codes[:, 0::2] | (codes[:, 1::2] << 4)).view(np.uint32)
     # Eight codes fill exactly `bits` bytes: gather them in one 64-bit word and keep its low bytes.
@@ -135,10 +96,6 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     return (
         np.ascontiguousarray(words.view(np.uint8).reshape(rows, -1, 8)[:, :, :bits]).reshape(rows, -1).view(np.uint32)
     )
-
-
-Split = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Codes uint8 (groups, 32), scales and biases float32 (groups, 1)."""
 
 
 def _half(raw: np.ndarray) -> np.ndarray:
@@ -191,7 +148,7 @@ def _k_split(b: np.ndarray, codes: np.ndarray) -> Split:
     """Super-blocks of 256 with a float16 d and dmin before `_sub_scales`: w = d * scale * q - dmin * minimum."""
     scales, minima = _sub_scales(b[:, 4:16])
     d, dmin = _half(b[:, :2]), _half(b[:, 2:4])
-    return codes.reshape(-1, GROUP_SIZE), (d * scales).reshape(-1, 1), (-dmin * minima).reshape(-1, 1)
+    return codes.reshape(-1, 32), (d * scales).reshape(-1, 1), (-dmin * minima).reshape(-1, 1)
 
 
 def _k_nibbles(b: np.ndarray) -> np.ndarray:
@@ -210,13 +167,59 @@ def _q5_k(b: np.ndarray) -> Split:
     return _k_split(b, _k_nibbles(b[:, 48:]) | (fifth << 4))
 
 
-PACKED: dict[Kind, tuple[int, int, Callable[[np.ndarray], Split]]] = {
-    Kind.Q4_0: (4, 18, _q4_0),
-    Kind.Q4_1: (4, 20, _q4_1),
-    Kind.Q5_0: (5, 22, _q5_0),
-    Kind.Q5_1: (5, 24, _q5_1),
-    Kind.Q8_0: (8, 34, _q8_0),
-    Kind.Q4_K: (4, 144, _q4_k),
-    Kind.Q5_K: (5, 176, _q5_k),
+# What the 16 codes of IQ4_NL and IQ4_XS stand for (ggml's kvalues_iq4nl), moved up by 128.
+_IQ4 = (np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]) + 128).astype(np.uint8)
+
+
+def _iq4_nl(b: np.ndarray) -> Split:
+    d = _half(b[:, :2])
+    return _IQ4[_nibbles(b[:, 2:])], d, -128 * d
+
+
+def _iq4_xs(b: np.ndarray) -> Split:
+    """d, then the top two bits of eight 6-bit scales, then their low four, then eight runs of nibbles."""
+    high = (np.ascontiguousarray(b[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)) & 3
+    low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
+    scales = (_half(b[:, :2]) * ((low | (high << 4)).astype(np.float32) - 32)).reshape(-1, 1)
+    return _IQ4[_nibbles(b[:, 8:].reshape(-1, 16))], scales, -128 * scales
+
+
+def _ternary(kind: Kind, d_at: int) -> Callable[[np.ndarray], Split]:
+    """Blocks of 256 values of -d, 0 or d."""
+
+    def split(b: np.ndarray) -> Split:
+        d = np.repeat(_half(b[:, d_at : d_at + 2]), 2, axis=0)
+        signs = np.sign(dequantize(b, kind).reshape(-1, 128)) * np.sign(d)
+        # A scale that isn't finite is left to the caller to refuse.
+        return (np.nan_to_num(signs) + 1).astype(np.uint8), d, -d
+
+    return split
+
+
+def _mxfp4(b: np.ndarray) -> Split:
+    return _nibbles(b[:, 1:]), b[:, :1], None
+
+
+def _nvfp4(b: np.ndarray) -> Split:
+    """Four e4m3 scales, then four runs of 8 bytes: low nibbles first in each."""
+    runs = b[:, 4:].reshape(-1, 8)
+    return np.concatenate([runs & 15, runs >> 4], axis=-1), np.ascontiguousarray(b[:, :4]).reshape(-1, 1), None
+
+
+PACKED: dict[Kind, Layout] = {
+    Kind.Q4_0: Layout(4, 18, _q4_0),
+    Kind.Q4_1: Layout(4, 20, _q4_1),
+    Kind.Q5_0: Layout(5, 22, _q5_0),
+    Kind.Q5_1: Layout(5, 24, _q5_1),
+    Kind.Q8_0: Layout(8, 34, _q8_0),
+    Kind.Q4_K: Layout(4, 144, _q4_k),
+    Kind.Q5_K: Layout(5, 176, _q5_k),
+    Kind.Q6_K: Layout(8, 210, q6_k, exact=False),
+    Kind.IQ4_NL: Layout(8, 18, _iq4_nl),
+    Kind.IQ4_XS: Layout(8, 136, _iq4_xs),
+    Kind.TQ1_0: Layout(2, 54, _ternary(Kind.TQ1_0, 52), group_size=128),
+    Kind.TQ2_0: Layout(2, 66, _ternary(Kind.TQ2_0, 64), group_size=128),
+    Kind.MXFP4: Layout(4, 17, _mxfp4, mode="mxfp4"),
+    Kind.NVFP4: Layout(4, 36, _nvfp4, group_size=16, mode="nvfp4"),
 }
-"""Type: bits, bytes of a block, and how a block falls into codes, scales and biases."""
+"""The types whose codes mlx can hold."""

@@ -25,8 +25,13 @@ MAX_VOCABULARY = 2**22
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def base_config(f: Fields, model_type: str) -> Config:
-    """What every decoder of the llama kind has."""
+def base_config(
+    f: Fields, model_type: str, *, norm: str = ".attention.layer_norm_rms_epsilon", latent: bool = False
+) -> Config:
+    """What every decoder of the llama kind has.
+
+    `norm`: the key of the norms' epsilon. `latent`: keys and values of different widths, which are the caller's.
+    """
     embedding = f.file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelFileError(f"{f.file.path}: the tensor token_embd.weight is missing or not a matrix")
@@ -40,6 +45,7 @@ def base_config(f: Fields, model_type: str) -> Config:
     kv_heads = f.integer(".attention.head_count_kv", 1, MAX_HEADS, heads)
     if heads % kv_heads:
         raise f.fail(".attention.head_count_kv", f"is {kv_heads}, which does not divide the {heads} heads")
+    epsilon = f.number(norm, 1e-12, 1.0)
     return {
         "model_type": model_type,
         "hidden_size": hidden,
@@ -47,8 +53,8 @@ def base_config(f: Fields, model_type: str) -> Config:
         "intermediate_size": f.integer(".feed_forward_length", 1, MAX_WIDTH),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": _head_dim(f, hidden, heads),
-        "rms_norm_eps": f.number(".attention.layer_norm_rms_epsilon", 1e-12, 1.0),
+        "head_dim": _head_dim(f, hidden, heads, latent),
+        ("rms_norm_eps" if "rms" in norm else "layer_norm_eps"): epsilon,
         "vocab_size": vocab_size,
         "max_position_embeddings": f.integer(".context_length", 1, MAX_CONTEXT),
         "rope_theta": f.number(".rope.freq_base", 1e-3, 1e12, 10000.0),
@@ -56,12 +62,12 @@ def base_config(f: Fields, model_type: str) -> Config:
     }
 
 
-def _head_dim(f: Fields, hidden: int, heads: int) -> int:
+def _head_dim(f: Fields, hidden: int, heads: int, latent: bool) -> int:
     if not f.has(".attention.key_length") and hidden % heads:
         raise f.fail(".attention.head_count", f"is {heads}, which does not divide the width {hidden}")
     head_dim = f.integer(".attention.key_length", 1, MAX_WIDTH, hidden // heads)
     value_dim = f.integer(".attention.value_length", 1, MAX_WIDTH, head_dim)
-    if value_dim != head_dim:
+    if value_dim != head_dim and not latent:
         raise UnsupportedModelError(f"{f.file.path}: keys of {head_dim} and values of {value_dim} are not supported")
     if head_dim % 2:
         raise f.fail(".attention.key_length", f"is {head_dim}; it must be even")
@@ -69,38 +75,36 @@ def _head_dim(f: Fields, hidden: int, heads: int) -> int:
 
 
 def llama_config(f: Fields) -> Config:
-    if f.integer(".expert_count", 0, 2**16, 0):
-        raise UnsupportedModelError(f"{f.file.path}: llama with experts (Mixtral) is not supported as GGUF yet")
     config = base_config(f, "llama")
-    _require_full_rotation(f, config)
+    require_full_rotation(f, config)
     config["attention_bias"] = "blk.0.attn_q.bias" in f.file.tensors
-    return config | _rope_scaling(f, config)
+    return config | rope_scaling(f, config)
 
 
 def qwen2_config(f: Fields) -> Config:
     config = base_config(f, "qwen2")
-    _require_full_rotation(f, config)
+    require_full_rotation(f, config)
     if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
         raise f.fail(".attention.key_length", "times the heads must equal the width in qwen2")
-    return config | _rope_scaling(f, config)
+    return config | rope_scaling(f, config)
 
 
 def qwen3_config(f: Fields) -> Config:
     config = base_config(f, "qwen3")
-    _require_full_rotation(f, config)
-    return config | _rope_scaling(f, config)
+    require_full_rotation(f, config)
+    return config | rope_scaling(f, config)
 
 
 def gemma_config(f: Fields) -> Config:
     config = base_config(f, "gemma")
-    _require_full_rotation(f, config)
+    require_full_rotation(f, config)
     _require_tied(f, config)
     return config
 
 
 def gemma2_config(f: Fields) -> Config:
     config = base_config(f, "gemma2")
-    _require_full_rotation(f, config)
+    require_full_rotation(f, config)
     _require_tied(f, config)
     return config | {
         "attn_logit_softcapping": f.number(".attn_logit_softcapping", 1e-3, 1e6, 50.0),
@@ -112,14 +116,14 @@ def gemma2_config(f: Fields) -> Config:
 
 def gemma3_config(f: Fields) -> Config:
     config = base_config(f, "gemma3_text")
-    _require_full_rotation(f, config)
+    require_full_rotation(f, config)
     pattern = _sliding_pattern(f, config["num_hidden_layers"])
     return config | {
         "rope_local_base_freq": f.number(".rope.freq_base_swa", 1e-3, 1e12, 10000.0),
         "sliding_window": f.integer(".attention.sliding_window", 1, MAX_CONTEXT),
         "sliding_window_pattern": pattern,
         "query_pre_attn_scalar": _query_scalar(config, 62),
-        **_rope_scaling(f, config),
+        **rope_scaling(f, config),
     }
 
 
@@ -144,7 +148,7 @@ def phi3_config(f: Fields) -> Config:
     return config
 
 
-def _require_full_rotation(f: Fields, config: Config) -> None:
+def require_full_rotation(f: Fields, config: Config) -> None:
     rotated = f.integer(".rope.dimension_count", 1, MAX_WIDTH, config["head_dim"])
     if rotated != config["head_dim"]:
         raise UnsupportedModelError(
@@ -180,7 +184,7 @@ def _sliding_pattern(f: Fields, layers: int) -> int:
     return period
 
 
-def _rope_scaling(f: Fields, config: Config) -> Config:
+def rope_scaling(f: Fields, config: Config) -> Config:
     """`rope_scaling` as mlx-lm's initialize_rope takes it, or nothing."""
     table = f.file.tensors.get("rope_freqs.weight")
     if table is not None:
@@ -193,8 +197,18 @@ def _rope_scaling(f: Fields, config: Config) -> Config:
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if kind == "yarn":
         original = f.integer(".rope.scaling.original_context_length", 1, MAX_CONTEXT, config["max_position_embeddings"])
-        return {"rope_scaling": {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}}
+        return {"rope_scaling": _yarn(f, factor, original)}
     raise UnsupportedModelError(f"{f.file.path}: {f.key('.rope.scaling.type')} is {kind!r}; none, linear and yarn are")
+
+
+def _yarn(f: Fields, factor: float, original: int) -> Config:
+    scaling: Config = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    for key in ("beta_fast", "beta_slow"):
+        if f.has(f".rope.scaling.yarn_{key}"):
+            scaling[key] = f.number(f".rope.scaling.yarn_{key}", 1e-6, 1e6)
+    if f.has(".rope.scaling.yarn_log_multiplier"):
+        scaling |= {"mscale": 1.0, "mscale_all_dim": f.number(".rope.scaling.yarn_log_multiplier", 0.0, 100.0)}
+    return scaling
 
 
 def _factors(tensor: GGUFTensor, count: int) -> list[float]:

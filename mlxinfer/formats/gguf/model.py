@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlxinfer.formats.gguf.architectures import architecture_of, model_config, parameter_names
-from mlxinfer.formats.gguf.blocks import GROUP_SIZE, Packed, narrowed, read_in_slices
-from mlxinfer.formats.gguf.reader import GGUFFile, read_gguf
-from mlxinfer.formats.gguf.vocab import read_vocabulary
+from mlxinfer.formats.gguf.arrays import Packed, narrowed, quantization, read_in_slices
+from mlxinfer.formats.gguf.plan import GGUFPlan, plan_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from mlxinfer.formats.gguf.architectures import Architecture
-    from mlxinfer.formats.gguf.vocab import Vocabulary
+    from mlxinfer.formats.gguf.blocks import Layout
+    from mlxinfer.formats.gguf.reader import GGUFFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class GGUFModel:
     config: dict[str, Any]
     """config.json of the mlx-lm `model_type`, with "quantization" when a layer is packed."""
     weights: dict[str, mx.array]
-    """By mlx-lm parameter name, evaluated; a packed layer has .weight (uint32), .scales and .biases."""
+    """By mlx-lm parameter name, evaluated; a packed layer has .weight (uint32), .scales and in affine mode .biases."""
     tokenizer_json: dict[str, Any]
     """tokenizer.json of the `tokenizers` package; its post-processor adds BOS where `add_bos_token` is true."""
     chat_template: str | None
@@ -38,31 +36,6 @@ class GGUFModel:
     """End of sequence, of turn and of message."""
     add_bos_token: bool
     generation_config: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFPlan:
-    """What a file's header says; no array has been made."""
-
-    file: GGUFFile
-    architecture: Architecture
-    config: dict[str, Any]
-    """As in GGUFModel, without "quantization"."""
-    names: dict[str, str]
-    """mlx-lm parameter name of each tensor."""
-    vocabulary: Vocabulary
-
-
-def plan_gguf(path: Path) -> GGUFPlan:
-    """Read and check the header of `path`. On any thread. Raises ModelFileError or UnsupportedModelError."""
-    file = read_gguf(path)
-    architecture = architecture_of(file)
-    config = model_config(file)
-    names = parameter_names(file, architecture, config)
-    vocabulary = read_vocabulary(file, config["vocab_size"])
-    config["bos_token_id"] = vocabulary.bos_token_id
-    config["eos_token_id"] = list(vocabulary.eos_token_ids)
-    return GGUFPlan(file, architecture, config, names, vocabulary)
 
 
 def load_gguf(path: Path, *, dtype: mx.Dtype | None) -> GGUFModel:
@@ -102,8 +75,8 @@ def read_weights(
     With `narrow`, matrices and scales that half precision holds exactly come in it, whatever `dtype` is.
     Raises ModelFileError or UnsupportedModelError.
     """
-    weights, bits = yield from _read_weights(plan, dtype or file_dtype(plan.file), narrow)
-    return weights, plan.config | ({"quantization": _quantization(bits)} if bits else {})
+    weights, packed = yield from _read_weights(plan, dtype or file_dtype(plan.file), narrow)
+    return weights, plan.config | ({"quantization": quantization(packed)} if packed else {})
 
 
 def file_dtype(file: GGUFFile) -> mx.Dtype:
@@ -114,51 +87,18 @@ def file_dtype(file: GGUFFile) -> mx.Dtype:
 
 def _read_weights(
     plan: GGUFPlan, dtype: mx.Dtype, narrow: bool
-) -> Generator[None, None, tuple[dict[str, mx.array], dict[str, int]]]:
-    """(weights, bits of each packed layer by its path)."""
-    architecture, config = plan.architecture, plan.config
+) -> Generator[None, None, tuple[dict[str, mx.array], dict[str, Layout]]]:
+    """(weights, layout of each packed layer by its path)."""
     weights: dict[str, mx.array] = {}
-    bits: dict[str, int] = {}
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name, target in plan.names.items():
-        tensor = plan.file.tensors[name]
-        stem = name.rsplit(".", 2)[-2]
-        if architecture.shifted_norms and stem.endswith("_norm"):
-            value = yield from read_in_slices(tensor, mx.float32)
-            assert isinstance(value, mx.array)
-            value = (value - 1.0).astype(dtype)
-        else:
-            value = yield from read_in_slices(tensor, dtype)
-            value = narrowed(value) if narrow else value
-        parts = {"weight": value} if isinstance(value, mx.array) else _parts(value)
-        if architecture.interleaved and stem in heads:
-            parts = {part: halves_apart(array, heads[stem]) for part, array in parts.items()}
-        path, kind = target.rsplit(".", 1)
+    packed: dict[str, Layout] = {}
+    for parameter in plan.parameters:
+        value = yield from read_in_slices(parameter, dtype)
+        value = narrowed(value) if narrow and parameter.function is None else value
         if isinstance(value, Packed):
-            bits[path] = value.bits
+            path = parameter.name.removesuffix(".weight")
+            packed[path] = value.layout
+            weights |= {f"{path}.{part}": array for part, array in value.arrays().items()}
         else:
-            parts = {kind: parts["weight"]}
-        mx.eval(*parts.values())
-        weights |= {f"{path}.{part}": array for part, array in parts.items()}
+            weights[parameter.name] = value
         yield
-    return weights, bits
-
-
-def _parts(packed: Packed) -> dict[str, mx.array]:
-    return {"weight": packed.weight, "scales": packed.scales, "biases": packed.biases}
-
-
-def halves_apart(rows: mx.array, heads: int) -> mx.array:
-    """Undo llama.cpp's row order of q and k: within a head, rows 0, 2, 4, … first, then 1, 3, 5, …
-
-    Whole rows move, so it holds for packed words, scales and biases (rows, …) as for floats.
-    """
-    per_head = rows.reshape(heads, -1, 2, *rows.shape[1:])
-    return per_head.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _quantization(bits: dict[str, int]) -> dict[str, Any]:
-    """mlx-lm's "quantization": the commonest width, and the layers that differ."""
-    usual = Counter(bits.values()).most_common(1)[0][0]
-    others = {path: {"group_size": GROUP_SIZE, "bits": b} for path, b in bits.items() if b != usual}
-    return {"group_size": GROUP_SIZE, "bits": usual, "mode": "affine", **others}
+    return weights, packed

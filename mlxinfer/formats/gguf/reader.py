@@ -57,16 +57,22 @@ class GGUFTensor:
             count *= axis
         return count
 
-    def read(self) -> np.ndarray:
-        """The stored bytes, uint8 of shape (rows, bytes per row). A copy: a mapping of a file that shrinks kills."""
+    def read(self, start: int = 0, rows: int | None = None) -> np.ndarray:
+        """The stored bytes, uint8 of shape (rows, bytes per row), of all or some rows.
+
+        A copy: a mapping of a file that shrinks kills.
+        """
+        count = self.size // self.shape[-1]
+        row_bytes = self.nbytes // count
+        wanted = (count if rows is None else rows) * row_bytes
         file = open_regular(self.path)
         if file is None:
             raise ModelFileError(f"{self.path} is gone")
         with file:
-            data = np.fromfile(file, dtype=np.uint8, count=self.nbytes, offset=self.offset)
-        if data.size != self.nbytes:
-            raise ModelFileError(f"{self.path}: tensor {self.name} has {data.size} of its {self.nbytes} bytes")
-        return data.reshape(self.size // self.shape[-1], -1)
+            data = np.fromfile(file, dtype=np.uint8, count=wanted, offset=self.offset + start * row_bytes)
+        if data.size != wanted:
+            raise ModelFileError(f"{self.path}: tensor {self.name} has {data.size} of its {wanted} bytes")
+        return data.reshape(-1, row_bytes)
 
 
 @dataclass(frozen=True, slots=True)

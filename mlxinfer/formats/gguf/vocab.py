@@ -44,6 +44,9 @@ class Vocabulary:
     eos_token: str | None
     eos_token_ids: tuple[int, ...]
     add_bos_token: bool
+    add_eos_token: bool
+    unk_token: str | None
+    pad_token: str | None
     generation_config: dict[str, Any]
 
 
@@ -154,6 +157,11 @@ def _token_id(f: Fields, name: str, tokens: _Tokens) -> int | None:
     return f.integer(key, 0, len(tokens.texts) - 1)
 
 
+def _text_of(f: Fields, name: str, tokens: _Tokens) -> str | None:
+    index = _token_id(f, name, tokens)
+    return None if index is None else tokens.texts[index]
+
+
 def _assemble(f: Fields, tokens: _Tokens, parts: dict[str, Any], add_bos: bool) -> Vocabulary:
     bos = _token_id(f, "bos_token_id", tokens)
     eos = _token_id(f, "eos_token_id", tokens)
@@ -190,6 +198,9 @@ def _assemble(f: Fields, tokens: _Tokens, parts: dict[str, Any], add_bos: bool) 
         eos_token=None if eos is None else tokens.texts[eos],
         eos_token_ids=tuple(ends),
         add_bos_token=add_bos,
+        add_eos_token=f.boolean("tokenizer.ggml.add_eos_token", False),
+        unk_token=_text_of(f, "unknown_token_id", tokens),
+        pad_token=_text_of(f, "padding_token_id", tokens),
         generation_config=_generation_config(f, bos, tuple(ends), _token_id(f, "padding_token_id", tokens)),
     )
 

@@ -14,15 +14,15 @@ import pytest
 from gguf.constants import GGMLQuantizationType as Kind
 
 from mlxinfer.errors import ModelFileError, UnsupportedModelError
-from mlxinfer.formats.gguf import blocks, load_gguf, plan_gguf, read_weights
-from mlxinfer.formats.gguf.architectures import ARCHITECTURES
-from mlxinfer.formats.gguf.model import halves_apart
+from mlxinfer.formats.gguf import arrays, load_gguf, plan_gguf, read_weights
+from mlxinfer.formats.gguf.parameters import halves_apart
 from tests.unit.formats.gguf_files import F32, U32, Blueprint, auto, tensor, tiny_model, typed
+from tests.unit.formats.gguf_writer import CASES, blueprint, build
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-ARCHS = sorted(ARCHITECTURES)
+ARCHS = ("gemma", "gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3")
 
 
 def test_reading_headers_imports_no_mlx() -> None:
@@ -62,7 +62,7 @@ def test_layers_of_another_width_are_listed_one_by_one(tmp_path: Path) -> None:
     ]
     quantization = load(plan, tmp_path).config["quantization"]
     assert quantization["bits"] == 4
-    assert quantization["model.layers.1.mlp.down_proj"] == {"group_size": 32, "bits": 8}
+    assert quantization["model.layers.1.mlp.down_proj"] == {"group_size": 32, "bits": 8, "mode": "affine"}
     assert len(quantization) == 4
 
 
@@ -71,7 +71,7 @@ def test_rows_of_q_and_k_come_out_with_the_halves_of_each_head_apart(tmp_path: P
     heads, head_dim = 4, 16
     original = np.arange(heads * head_dim, dtype=np.float32)[:, None] * np.ones((1, 64), dtype=np.float32)
     stored = original.reshape(heads, 2, head_dim // 2, 64).swapaxes(1, 2).reshape(original.shape)
-    np.testing.assert_array_equal(np.array(halves_apart(mx.array(stored), heads)), original)
+    np.testing.assert_array_equal(stored[halves_apart(heads)(len(stored))], original)
     plan = tiny_model("llama")
     plan.tensors = [tensor(t.name, stored) if t.name == "blk.0.attn_q.weight" else t for t in plan.tensors]
     weights = load(plan, tmp_path).weights
@@ -96,8 +96,8 @@ def test_weights_can_be_read_in_pieces_and_large_tensors_in_slices(
     plan = plan_gguf(path)
     assert "quantization" not in plan.config
     coarse = sum(1 for _ in read_weights(plan, dtype=mx.float32))
-    assert coarse >= 2 * len(plan.names)
-    monkeypatch.setattr(blocks, "SLICE_ELEMENTS", 64 * 16)
+    assert coarse >= 2 * len(plan.parameters)
+    monkeypatch.setattr(arrays, "SLICE_ELEMENTS", 64 * 16)
     reading, count = read_weights(plan, dtype=mx.float32), 0
     while True:
         try:
@@ -213,7 +213,7 @@ BAD_METADATA: dict[str, tuple[str, bytes | None, type[Exception]]] = {
     "unknown rope scaling": (".rope.scaling.type", auto("spiral"), UnsupportedModelError),
     "context 0": (".context_length", auto(0), ModelFileError),
     "context 2^32": (".context_length", typed(10, 2**32), ModelFileError),
-    "experts": (".expert_count", auto(8), UnsupportedModelError),
+    "more experts than there can be": (".expert_count", auto(10**6), ModelFileError),
     "keys and values of different widths": (".attention.value_length", auto(8), UnsupportedModelError),
 }
 
@@ -281,6 +281,31 @@ def test_a_rope_table_of_the_wrong_length_or_sign_is_an_error(tmp_path: Path) ->
         plan.tensors.append(tensor("rope_freqs.weight", values))
         with pytest.raises(ModelFileError, match=r"rope_freqs\.weight"):
             load(plan, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["blk.0.ffn_up.weight", "blk.2.ffn_up_exps.weight", "blk.1.ffn_gate_inp.weight"])
+def test_a_layer_without_its_dense_or_expert_matrices_is_an_error(tmp_path: Path, name: str) -> None:
+    plan = blueprint(CASES["glm4moe"], build(CASES["glm4moe"]))
+    plan.tensors = [t for t in plan.tensors if t.name != name]
+    with pytest.raises(ModelFileError, match=f"{name} is missing"):
+        plan_gguf(plan.write(tmp_path / "m.gguf"))
+
+
+def test_layers_that_predict_several_tokens_are_dropped(tmp_path: Path) -> None:
+    plan = blueprint(CASES["glm4moe"], build(CASES["glm4moe"]))
+    plan.set("glm4moe.block_count", auto(4))
+    plan.set("glm4moe.nextn_predict_layers", auto(1))
+    plan.tensors.append(tensor("blk.3.nextn.eh_proj.weight", np.zeros((64, 128))))
+    found = plan_gguf(plan.write(tmp_path / "m.gguf"))
+    assert found.config["num_hidden_layers"] == 3
+    assert "several tokens" in found.dropped["blk.3.nextn.eh_proj.weight"]
+
+
+def test_a_quantized_vector_whose_elements_have_to_move_is_refused(tmp_path: Path) -> None:
+    plan = tiny_model("llama")
+    plan.tensors.append(tensor("blk.0.attn_q.bias", np.zeros(64), Kind.Q8_0))
+    with pytest.raises(UnsupportedModelError, match=r"attn_q\.bias have to be moved, which type Q8_0"):
+        load(plan, tmp_path)
 
 
 def test_damage_to_the_data_loads_or_is_a_model_file_error(tmp_path: Path) -> None:

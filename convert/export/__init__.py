@@ -1,0 +1,1 @@
+"""From an mlx-lm folder back to what other programs read: safetensors for transformers, GGUF for llama.cpp."""
