@@ -9,6 +9,7 @@ MlxinferError
 ├── ModelFileError             a file of the model is corrupt, truncated, hostile or missing
 ├── UnsupportedModelError      a sound file, an architecture or format that is not supported
 ├── DownloadError              a download broke off or failed its checksum; what arrived is kept
+├── ConversionError            a model could not be converted: a full disk, a destination that exists, a changed source
 ├── WontFitError               the model does not fit this machine's memory
 │   └── ModelsBusyError        it would, but models that are at work stand in the way (HTTP 503)
 ├── QueueFullError             too many requests are waiting (HTTP 429)
@@ -89,6 +90,12 @@ class DownloadError(MlxinferError):
     """A download broke off, the disk is full or a checksum differs; partial files are kept for a resume."""
 
     code = "download_failed"
+
+
+class ConversionError(MlxinferError):
+    """A model could not be converted or written. The destination is untouched; the message says what was kept."""
+
+    code = "conversion_failed"
 
 
 class WontFitError(MlxinferError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import resource
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optimizers
 
 from mlxinfer.errors import MlxinferError, ModelFileError, UnsupportedModelError
 
@@ -130,7 +132,7 @@ def blank_model(config: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     model_class: Any
     model_class, args_class = model_classes(config)
     with _file_errors(f"config of {config.get('model_type')}"):
-        arguments = args_class.from_dict(dict(config))
+        arguments = args_class.from_dict(_utils._decode_tagged_floats(dict(config)))
         model = model_class(arguments)
     return model, dict(vars(arguments))
 
@@ -150,6 +152,55 @@ def _quantize(model: nn.Module, quantization: Mapping[str, Any], weights: dict[s
         mode=quantization.get("mode", "affine"),
         class_predicate=packed,
     )
+
+
+def empty_model(config: Mapping[str, Any]) -> nn.Module:
+    """The model of a config. Its parameters are drawn at random if they are ever looked at, and take nothing before.
+
+    Raises UnsupportedModelError or ModelFileError.
+    """
+    return blank_model(config)[0]
+
+
+def sanitized(model: nn.Module, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """What the model's own `sanitize` makes of published tensors, for `load_weights`. Raises ModelFileError."""
+    sanitize: Any = getattr(model, "sanitize", dict)
+    with _file_errors("the tensors don't match the architecture"):
+        return sanitize(dict(weights))
+
+
+def quantizable(model: nn.Module) -> dict[str, bool | dict[str, Any]]:
+    """Every module that can hold packed weights, by path, and what the model says to it when it is quantized.
+
+    True: as the whole; False: leave it in floats; a dict: arguments of its own. Modules that know one way of packing
+    only (afm7's fused ones) are left out: they couldn't be loaded again.
+    """
+    predicate: Any = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+    with _file_errors("the model's quant_predicate"):
+        return {
+            path: answer if isinstance(answer := predicate(path, module), dict) else bool(answer)
+            for path, module in model.named_modules()
+            if "weight" in module and "mode" in _arguments(getattr(module, "to_quantized", None))
+        }
+
+
+def _arguments(function: Callable[..., Any] | None) -> Collection[str]:
+    return inspect.signature(function).parameters if function else ()
+
+
+def keeps_dtype(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a parameter of that name keeps the dtype it was published in, whatever the others get."""
+    casts: Any = getattr(model, "cast_predicate", None) or (lambda name: True)
+    return lambda name: not casts(name)
+
+
+def published_config(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A config as mlx-lm saves it: valid JSON, and without the part for images where the model leaves them out."""
+    left_out = {"_name_or_path"}
+    if "vision_tower" not in getattr(model, "model", {}):
+        left_out.add("vision_config")
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    return dict(sorted(_utils._encode_tagged_floats(kept).items()))
 
 
 def load_folder(folder: Path, shards: Sequence[Path]) -> tuple[nn.Module, dict[str, Any]]:
@@ -250,3 +301,79 @@ def parse_tool_call(parser: str, text: str, tools: Sequence[Mapping[str, Any]]) 
     ):
         return []
     return parsed if isinstance(parsed, list) else [parsed]
+
+
+def gptq(model: nn.Module, rows: mx.array, *, bits: int, group_size: int, fallback_bits: int, batch_size: int) -> None:
+    """mlx-lm's GPTQ, in place: linear layers at `bits`, what else can be packed at `fallback_bits`, groups alike.
+
+    `rows`: token ids [rows, tokens]. Raises UnsupportedModelError where the model's layers don't take it.
+    """
+    module = importlib.import_module("mlx_lm.quant.gptq")
+    with _quantizing("gptq"):
+        module.gptq_quantize(model, rows, bits, group_size, fallback_bits, group_size, batch_size=batch_size)
+
+
+def awq(
+    model: nn.Module, model_type: str, rows: mx.array, *, bits: int, group_size: int, ends_bits: int, grid: int
+) -> None:
+    """mlx-lm's AWQ, in place; embeddings and head at `ends_bits`. `rows`: token ids [rows, tokens].
+
+    Raises UnsupportedModelError for an architecture that mlx-lm has no AWQ for.
+    """
+    module = importlib.import_module("mlx_lm.quant.awq")
+    known = module.AWQ_MODEL_CONFIGS
+    if model_type not in known:
+        raise UnsupportedModelError(f"mlx-lm has AWQ for {', '.join(sorted(known))} only, not for {model_type!r:.40}")
+    with _quantizing("awq"):
+        module.awq_quantize(
+            model,
+            rows,
+            known[model_type],
+            group_size=group_size,
+            bits=bits,
+            embed_group_size=group_size,
+            embed_bits=ends_bits,
+            n_grid=grid,
+        )
+
+
+def dwq(
+    model: nn.Module,
+    teacher: Callable[[mx.array], mx.array],
+    rows: Sequence[Sequence[int]],
+    held_out: Sequence[Sequence[int]],
+    *,
+    learning_rate: float,
+    batch_size: int,
+    dtype: mx.Dtype,
+    seed: int,
+) -> None:
+    """mlx-lm's DWQ, in place: scales and biases of a packed model trained towards the logits of `teacher`, one pass.
+
+    `dtype`: of the scales while they are trained. Raises UnsupportedModelError where there are no gradients.
+    """
+    module = importlib.import_module("mlx_lm.quant.dwq")
+    length = max(len(row) for row in [*rows, *held_out])
+    with _quantizing("dwq"):
+        module.dwq_quantize(
+            model,
+            lambda batch, index, split: teacher(batch),
+            optimizers.Adam(learning_rate=learning_rate, bias_correction=True),
+            [(list(row), 0) for row in rows],
+            [(list(row), 0) for row in held_out],
+            batch_size=batch_size,
+            max_seq_length=length,
+            seed=seed,
+            dtype=dtype,
+        )
+    model.eval()
+
+
+@contextlib.contextmanager
+def _quantizing(what: str) -> Iterator[None]:
+    """mlx-lm writes what it is doing to stdout, which may be a pipe that expects JSON; it goes to stderr."""
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            yield
+        except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
+            raise UnsupportedModelError(f"{what} can't work on this model: {_first_lines(error)}") from error

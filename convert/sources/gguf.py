@@ -13,6 +13,7 @@ from mlxinfer.errors import ModelFileError
 from mlxinfer.formats.gguf.plan import plan_gguf
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from mlxinfer.formats.gguf.parameters import Parameter
@@ -32,13 +33,13 @@ class GGUFSource:
         self.path = path
         self._plan = plan_gguf(path)
         self._parameters = {p.name: p for p in self._plan.parameters}
-        self.config = self._plan.config
-        self.tensors = {name: _logical(p) for name, p in self._parameters.items()}
-        self.dropped = self._plan.dropped
-        self.extras: dict[str, bytes | Path] = dict(
+        self.config: Mapping[str, Any] = self._plan.config
+        self.tensors: Mapping[str, Logical] = {name: _logical(p) for name, p in self._parameters.items()}
+        self.dropped: Mapping[str, str] = self._plan.dropped
+        self.extras: Mapping[str, bytes | Path] = dict(
             _extras(self._plan.vocabulary, self.config["max_position_embeddings"])
         )
-        self.notes = _notes(self._plan)
+        self.notes: Sequence[str] = _notes(self._plan)
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """The tensor, or one expert of it, as floats of its dtype; bfloat16 as its bits in uint16."""

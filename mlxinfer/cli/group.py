@@ -25,6 +25,7 @@ VERBS = {
     "ls": ("mlxinfer.cli.ls:ls", "List the models on this machine."),
     "show": ("mlxinfer.cli.show:show", "Say what a model is."),
     "rm": ("mlxinfer.cli.rm:rm", "Delete a model's files."),
+    "convert": ("mlxinfer.cli.convert:convert", "Make an MLX model out of a published checkpoint."),
     "fit": ("mlxinfer.cli.fit:fit", "Say whether a model fits this machine, and how fast it will be."),
     "export": ("mlxinfer.cli.export:export", "Write a model for transformers or llama.cpp."),
     "bench": ("mlxinfer.cli.bench:bench", "Measure speed under load, alone or against other servers."),

@@ -198,7 +198,7 @@ def check_layers(folder: Path, config: Mapping[str, Any], num_tensors: int) -> N
     for part in (config, config.get("text_config")):
         for key, value in part.items() if isinstance(part, dict) else ():
             count = len(value) if isinstance(value, list) else value
-            if "layer" in key and isinstance(count, int) and count > limit:
+            if "layer" in key and "per_layer" not in key and isinstance(count, int) and count > limit:
                 raise ModelFileError(f"{folder}/config.json: {key} is {count:.6g}, but there are {num_tensors} tensors")
 
 
