@@ -13,7 +13,7 @@ from mlxinfer import __version__, upstream
 from mlxinfer.convert.quantizing import Uniform, choose, config_entry, describe, packed_parts, widest
 from mlxinfer.convert.tracing import Tracer
 from mlxinfer.engine.loading import check_layers
-from mlxinfer.errors import InvalidRequestError, ModelFileError
+from mlxinfer.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,9 +112,13 @@ def make_plan(source: Source, options: ConvertOptions) -> tuple[Plan, Tracer]:
     if not source.tensors:
         raise ModelFileError(f"{source.path} holds no tensors")
     check_layers(source.path, source.config, len(source.tensors))
-    model = upstream.empty_model(source.config)
-    tracer = Tracer(model, source.tensors)
-    trace = tracer.trace()
+    try:
+        model = upstream.empty_model(source.config)
+        tracer = Tracer(model, source.tensors)
+        trace = tracer.trace()
+    except (ModelFileError, UnsupportedModelError) as error:
+        # The model's own code knows no file.
+        raise type(error)(f"{source.path}: {error}") from error
     chooser = _Chooser(source, options, upstream.quantizable(model), upstream.keeps_dtype(model))
     items, shards = _in_shards([chooser.item(output) for output in trace.outputs], options.max_shard_bytes)
     config = upstream.published_config(source.config, model)
