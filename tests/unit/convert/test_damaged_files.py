@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from mlxinfer.convert import open_source
 from tests.fuzz import files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
 
 
 def test_damaged_files_end_in_errors_that_name_them() -> None:
