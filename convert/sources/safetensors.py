@@ -129,8 +129,10 @@ def unpack(packed: PackedArrays, packing: Packing) -> np.ndarray:
         codes = unpack_codes(words, packing.bits)
         groups = packed.scales.shape[-1]
         values = codes.reshape(len(words), groups, -1).astype(np.float32)
-        values *= packed.scales.reshape(-1, groups, 1)
-        values += packed.biases.reshape(-1, groups, 1)
+        # A damaged scale may overflow; that is the file's value, not worth a warning.
+        with np.errstate(all="ignore"):
+            values *= packed.scales.reshape(-1, groups, 1)
+            values += packed.biases.reshape(-1, groups, 1)
         return values.reshape(*lead, -1)
     raw = np.ascontiguousarray(words).view(np.uint8)
     values = E4M3[raw] if packing.mode == "mxfp8" else E2M1[nibbles(raw)]

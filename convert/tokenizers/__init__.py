@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.convert.tokenizers import sentencepiece, tiktoken
-from mlxinfer.errors import ModelFileError, UnsupportedModelError
+from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.formats.files import read_json_object, read_regular
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _begin_with(text: str | None, index: int | None) -> dict[str, Any] | None:
 def _listed(folder: Path, settings: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Tokens after the `count` of the file: those of tokenizer_config.json and added_tokens.json, by id.
 
-    Raises ModelFileError where ids leave a gap: the tokenizers package would give them others.
+    Raises UnsupportedModelError where ids leave a gap: the tokenizers package would give them others.
     """
     found: dict[int, dict[str, Any]] = {}
     for text, index in (read_json_object(folder / "added_tokens.json") or {}).items():
@@ -91,8 +91,7 @@ def _listed(folder: Path, settings: Mapping[str, Any], count: int) -> list[dict[
             if index >= count:
                 found[index] = sentencepiece.special_token(index, entry["content"], special=special, strips=strips)
     if len(found) > MAX_ADDED or sorted(found) != list(range(count, count + len(found))):
-        raise ModelFileError(
-            f"{folder}: the ids of added_tokens.json and tokenizer_config.json do not follow the {count} tokens"
-            " of the tokenizer"
+        raise UnsupportedModelError(
+            f"{folder}: the ids in added_tokens.json and tokenizer_config.json don't follow the {count} before them"
         )
     return [found[index] for index in sorted(found)]

@@ -19,6 +19,9 @@ from mlxinfer.formats.gguf.merges import merges_from_scores
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 UNIGRAM, BPE = 1, 2
 SPACE = "▁"
+BYTE_CHARACTERS = frozenset("<0x>123456789ABCDEF")
+"""A text may spell a byte piece, such as <0x41>, which is no piece of it. Where one of these is unknown, the spelling
+is dearer than the byte piece; no piece has that character, so the text is split there and nothing else changes."""
 MAX_PIECES = 1_000_000
 MAX_PIECE_CHARACTERS = 512
 
@@ -104,17 +107,22 @@ def tokenizer_parts(model: Model, where: str) -> dict[str, Any]:
     Raises UnsupportedModelError where no tokenizer.json gives the same ids.
     """
     _check_supported(model, where)
-    user_defined = [text for text, kind in zip(model.texts, model.types, strict=True) if kind == USER_DEFINED]
+    kinds = list(enumerate(zip(model.texts, model.types, strict=True)))
+    user_defined = [(i, text) for i, (text, kind) in kinds if kind == USER_DEFINED]
+    added = [special_token(i, text) for i, (text, kind) in kinds if kind in (CONTROL, UNKNOWN)]
+    splits = False
+    unknown = sorted(BYTE_CHARACTERS - set(model.texts)) if model.kind == UNIGRAM and model.byte_fallback else []
+    if model.kind == BPE and user_defined:
+        # They are looked for in normalized text. The normalizer is applied to the tokens too, so it must keep them.
+        splits = model.dummy_prefix or model.remove_extra_spaces or bool(model.charsmap)
+        if not splits:
+            added += [special_token(i, text, special=False) | {"normalized": True} for i, text in user_defined]
     return {
         "normalizer": _normalizer(model),
-        "pre_tokenizer": _split_at(user_defined) if model.kind == BPE and user_defined else None,
+        "pre_tokenizer": _split_at([text for _, text in user_defined] if splits else unknown),
         "decoder": _decoder(model),
-        "model": _bpe(model, where, whole=bool(user_defined)) if model.kind == BPE else _unigram(model, where),
-        "added_tokens": [
-            special_token(i, text)
-            for i, (text, kind) in enumerate(zip(model.texts, model.types, strict=True))
-            if kind in (CONTROL, UNKNOWN)
-        ],
+        "model": _bpe(model, where, whole=splits) if model.kind == BPE else _unigram(model, where),
+        "added_tokens": sorted(added, key=lambda token: token["id"]),
     }
 
 
@@ -124,10 +132,18 @@ def _check_supported(model: Model, where: str) -> None:
         "white space as a suffix": model.space_as_suffix,
         "spaces that are not escaped": not model.escape_spaces,
         "unused pieces": UNUSED in model.types,
+        "characters in its pieces that are no pieces": not _covered(model),
     }
     for problem, found in problems.items():
         if found:
             raise UnsupportedModelError(f"{where} has {problem}, which no tokenizer.json gives the same ids for")
+
+
+def _covered(model: Model) -> bool:
+    """Whether every character of a normal piece is a piece: sentencepiece starts from characters that are none too."""
+    known = set(model.texts)
+    pieces = (text for text, kind in zip(model.texts, model.types, strict=True) if kind == NORMAL)
+    return all(character in known for text in pieces for character in text)
 
 
 def special_token(index: int, text: str, *, special: bool = True, strips: tuple[bool, bool] = (False, False)) -> Any:
@@ -157,8 +173,10 @@ def _normalizer(model: Model) -> dict[str, Any]:
     return {"type": "Sequence", "normalizers": steps}
 
 
-def _split_at(texts: list[str]) -> dict[str, Any]:
-    """Pieces that always stay whole: the longest wins, as in sentencepiece. They are looked for in normalized text."""
+def _split_at(texts: list[str]) -> dict[str, Any] | None:
+    """Texts that always stay whole: the longest wins, as in sentencepiece. They are looked for in normalized text."""
+    if not texts:
+        return None
     pattern = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
@@ -173,9 +191,6 @@ def _decoder(model: Model) -> dict[str, Any]:
 def _bpe(model: Model, where: str, *, whole: bool) -> dict[str, Any]:
     """`whole`: a run of text that is a piece is taken as one, which the pieces that stay whole need."""
     ids = {text: i for i, text in enumerate(model.texts)}
-    for text, kind in zip(model.texts, model.types, strict=True):
-        if kind == NORMAL and any(character not in ids for character in text):
-            raise UnsupportedModelError(f"{where}: {text!r:.80} has a character that is no piece itself")
     return {
         "type": "BPE", "dropout": None, "unk_token": _unknown(model, where), "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": model.byte_fallback, "ignore_merges": whole,
@@ -187,15 +202,16 @@ def _unigram(model: Model, where: str) -> dict[str, Any]:
     normal = [score for score, kind in zip(model.scores, model.types, strict=True) if kind == NORMAL]
     if not normal:
         raise ModelFileError(f"{where} has no normal pieces")
-    low, high = min(normal), max(normal)
+    # Never the best way through a text. It makes what is unknown dearer, which is without effect: where a character is
+    # no piece, no other piece has it either (see `_covered`).
+    never = min(normal) - 1000
     vocab: list[tuple[str, float]] = []
     for text, score, kind in zip(model.texts, model.scores, model.types, strict=True):
         if kind == USER_DEFINED:
-            # As sentencepiece weighs them: better than anything else that covers the same bytes.
-            score = len(text.encode()) * high - 0.1
+            # sentencepiece's own weight for them, which is better than any logarithm of a probability below 0.9.
+            score = -0.1
         elif kind != NORMAL:
-            # Never the best way through a text, and no lower than `low`: what is unknown costs 10 more than that.
-            score = low
+            score = never
         vocab.append((text, score))
     unknown = _unknown(model, where)
     return {

@@ -58,7 +58,10 @@ def read_ranks(data: bytes, where: str) -> list[bytes]:
 
 
 def tokenizer_parts(tokens: list[bytes], model_type: object, where: str) -> tuple[dict[str, Any], Kind]:
-    """normalizer, pre_tokenizer, decoder, model of a tokenizer.json. Raises UnsupportedModelError for other models."""
+    """normalizer, pre_tokenizer, decoder and model of a tokenizer.json, and what is known of the model's kind.
+
+    Raises UnsupportedModelError for other models.
+    """
     kind = KINDS.get(model_type) if isinstance(model_type, str) else None
     if kind is None:
         raise UnsupportedModelError(

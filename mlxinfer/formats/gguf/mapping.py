@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mlxinfer.errors import ModelFileError, UnsupportedModelError
 from mlxinfer.formats.gguf.parameters import Parameter, halves_apart
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from mlxinfer.formats.gguf.architectures import Architecture
     from mlxinfer.formats.gguf.config import Config
     from mlxinfer.formats.gguf.reader import GGUFFile, GGUFTensor
@@ -104,7 +104,9 @@ def _parameter(
 
 
 def _less_one(values: np.ndarray) -> np.ndarray:
-    return values - 1
+    # A damaged file may hold NaN; that is its own value.
+    with np.errstate(all="ignore"):
+        return values - 1
 
 
 def _require(file: GGUFFile, architecture: Architecture, config: Config, used: set[str]) -> None:

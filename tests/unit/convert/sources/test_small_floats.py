@@ -254,3 +254,14 @@ def test_bitnet_keeps_every_value(tmp_path: Path, linear_class: str) -> None:
     assert source.tensors["l.weight"].packing == Packing(2, 64)
     np.testing.assert_array_equal(source.read("l.weight"), right)
     np.testing.assert_array_equal(dequantized(source, "l.weight"), right)
+
+
+def test_rows_that_are_no_whole_groups_of_32_are_dequantized(tmp_path: Path) -> None:
+    codes = fp8_codes(8, 48)
+    tensors: Tensors = {
+        "l.weight": ("F8_E4M3", codes),
+        "l.weight_scale_inv": ("F8_E8M0", np.full((1, 1), 126, np.uint8)),
+    }
+    source = opened(write_folder(tmp_path, tensors, FP8 | {"scale_fmt": "ue8m0"}))
+    assert source.tensors["l.weight"].packing is None
+    np.testing.assert_array_equal(source.read("l.weight"), (e4m3(codes) / 2).astype(np.float32))
