@@ -25,6 +25,7 @@ from mlxinfer.types import MAX_TOP_LOGPROBS, Grammar, ModelInfo, Progress, Progr
 
 if TYPE_CHECKING:
     from mlxinfer.tokenizer import Tokenizer
+    from mlxinfer.zoo import ModelFiles
 
 
 def load(
@@ -34,14 +35,15 @@ def load(
     progress: Progress | None = None,
     fetch: bool = True,
     cancel: threading.Event | None = None,
+    files: ModelFiles | None = None,
     **overrides: Any,
 ) -> LLM:
     """Load a model by alias, hub id, folder or .gguf file; it is fetched first when it isn't on this machine.
 
     `overrides` are fields of Settings, for example `dtype="float16"` or `max_num_seqs=8`. Without `fetch` a model that
-    isn't here is an OfflineError. `cancel`, set from another thread, ends the call with zoo.CancelledError.
-    Raises ModelNotFoundError, OfflineError, GatedModelError, DownloadError, ModelFileError, UnsupportedModelError
-    or WontFitError.
+    isn't here is an OfflineError. `files`: what `name` stands for, where that is known already. `cancel`, set from
+    another thread, ends the call with zoo.CancelledError. Raises ModelNotFoundError, OfflineError, GatedModelError,
+    DownloadError, ModelFileError, UnsupportedModelError or WontFitError.
     """
     from mlxinfer import zoo
     from mlxinfer.encoders import encoder_kind
@@ -49,7 +51,7 @@ def load(
 
     name = os.fspath(name)
     settings = load_settings(overrides) if settings is None else override(settings, overrides)
-    files = zoo.resolve(name, settings, fetch=fetch, progress=progress, cancel=cancel)
+    files = files or zoo.resolve(name, settings, fetch=fetch, progress=progress, cancel=cancel)
     if encoder_kind(files.path, name, files.name):
         raise UnsupportedModelError(f"{name} writes no text; load it with mlxinfer.load_encoder, or serve it")
     if progress is not None:

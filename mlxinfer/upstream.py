@@ -134,6 +134,8 @@ def blank_model(config: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     with _file_errors(f"config of {config.get('model_type')}"):
         arguments = args_class.from_dict(_utils._decode_tagged_floats(dict(config)))
         model = model_class(arguments)
+    # The parameters are draws that nobody looks at; mlx's key would hold on to the graph of them all.
+    mx.eval(mx.random.state)
     return model, dict(vars(arguments))
 
 

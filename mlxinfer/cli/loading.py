@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxinfer import runtime
-from mlxinfer.cli import checks, output, process, progress
+from mlxinfer.cli import checks, converted, output, process, progress
 from mlxinfer.config import source_of
 from mlxinfer.errors import GatedModelError, ModelNotFoundError, OfflineError, UnsupportedModelError
 
@@ -54,11 +54,12 @@ def load_model(name: str, settings: Settings) -> LLM:
     checks.check_fits(name, settings)
     with progress.reporting() as report:
         # Before the engine is imported: an unknown name is an answer at once, not after two seconds.
-        zoo.resolve(name, settings, progress=report)
+        files = zoo.resolve(name, settings, progress=report)
         with process.cut_off_by_signals():
+            files = converted.loadable(files, settings, report)
             from mlxinfer.llm import load
 
-            llm = load(name, settings=settings, progress=report)
+            llm = load(name, settings=settings, progress=report, files=files)
     asked, own = settings.context_length, llm.info.context_length
     if asked is not None and asked > own:
         output.say(f"The context limit of {asked} is beyond what {name} has; its own {own} tokens hold.", dim=True)
