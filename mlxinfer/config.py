@@ -55,6 +55,10 @@ class Settings:
     """MiB for idle prefixes in memory; 0: none; None: what is spare."""
     prefix_disk_mb: int | None = None
     """MiB for idle prefixes on disk, of all models together; None: 4096 for `serve`, none elsewhere."""
+    adapters: tuple[str, ...] = ()
+    """What `serve` offers beside its models: NAME=FOLDER, or MODEL:NAME=FOLDER where it serves several."""
+    adapter_mb: int = 1024
+    """MiB for the adapters of one model in memory; the least recently used go."""
     wired_limit_mb: int | None = None
     """MiB that macOS may not swap out; None: what mlx recommends; 0: none. Of no effect elsewhere."""
     keep_alive: int | None = None
@@ -231,6 +235,7 @@ def _check(s: Settings) -> None:
         "prefill_chunk": (s.prefill_chunk, 1, 65536),
         "context_length": (1 if s.context_length is None else s.context_length, 1, 2**31 - 1),
         "memory_mb": (64 if s.memory_mb is None else s.memory_mb, 64, 2**31 - 1),
+        "adapter_mb": (s.adapter_mb, 1, 2**31 - 1),
         "wired_limit_mb": (s.wired_limit_mb or 0, 0, 2**31 - 1),
         "prefix_cache_mb": (s.prefix_cache_mb or 0, 0, 2**31 - 1),
         "prefix_disk_mb": (s.prefix_disk_mb or 0, 0, 2**31 - 1),

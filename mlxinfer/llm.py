@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import gc
 import os
@@ -10,9 +11,11 @@ import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.config import Settings, load_settings, override
+from mlxinfer.engine.adapter_files import read_adapter
 from mlxinfer.engine.engine import Engine, Request
 from mlxinfer.engine.generation import Generation, Stream
 from mlxinfer.engine.grammar import CompiledGrammar, Grammars
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from mlxinfer.zoo import ModelFiles
 
 
+ONLY_ADAPTER = "adapter"
+"""The name of one that was given without."""
+
+
 def load(
     name: str | os.PathLike[str],
     *,
@@ -36,14 +43,16 @@ def load(
     fetch: bool = True,
     cancel: threading.Event | None = None,
     files: ModelFiles | None = None,
+    adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
     **overrides: Any,
 ) -> LLM:
     """Load a model by alias, hub id, folder or .gguf file; it is fetched first when it isn't on this machine.
 
     `overrides` are fields of Settings, for example `dtype="float16"` or `max_num_seqs=8`. Without `fetch` a model that
     isn't here is an OfflineError. `files`: what `name` stands for, where that is known already. `cancel`, set from
-    another thread, ends the call with zoo.CancelledError. Raises ModelNotFoundError, OfflineError, GatedModelError,
-    DownloadError, ModelFileError, UnsupportedModelError or WontFitError.
+    another thread, ends the call with zoo.CancelledError. `adapter` is a folder: every request goes through it; or
+    names and folders, for LLM.submit and LLM.adapted to choose from. Raises ModelNotFoundError, OfflineError,
+    GatedModelError, DownloadError, ModelFileError, UnsupportedModelError or WontFitError.
     """
     from mlxinfer import zoo
     from mlxinfer.encoders import encoder_kind
@@ -61,7 +70,17 @@ def load(
     )
     if progress is not None:
         progress(ProgressEvent("load", files.size_bytes, files.size_bytes, name))
-    return LLM(started.info, started.tokenizer, _defaults(name, started.defaults), started.engine, settings)
+    llm = LLM(started.info, started.tokenizer, _defaults(name, started.defaults), started.engine, settings)
+    if adapter is None:
+        return llm
+    several = isinstance(adapter, Mapping)
+    try:
+        for one, folder in adapter.items() if several else ((ONLY_ADAPTER, adapter),):
+            llm.add_adapter(one, folder)
+    except BaseException:
+        llm.unload()
+        raise
+    return llm if several else llm.adapted(ONLY_ADAPTER)
 
 
 def _defaults(name: str, own: SamplingParams) -> SamplingParams:
@@ -88,6 +107,9 @@ class LLM:
         self._grammars = Grammars(tokenizer, info.vocab_size)
         self._turns = turn_tokens(tokenizer) if engine.state.needs_checkpoints else frozenset[int]()
         self._unloading = threading.Lock()
+        self._adapter = ""
+        self._base: LLM | None = None
+        """Of which this is a view; kept, since it unloads when nobody holds it."""
         # A model that nobody holds any more is unloaded; in a notebook `llm = load(…)` is run again and again.
         weakref.finalize(self, engine.thread.post, engine.close).atexit = False
 
@@ -132,14 +154,16 @@ class LLM:
         tenant: str = "",
         keep: frozenset[int] = frozenset(),
         prompt_logprobs: int | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         """Queue a request and return at once. Everything is validated here, before any work.
 
         Requests share computed prefixes with others of the same `tenant` only: elsewhere, how fast a first token comes
         would tell what others asked. Special tokens to `keep` show in the text. `prompt_logprobs` reports how likely
         the prompt's tokens were, and as many of the likeliest, 0 to 20. A grammar that `compile` hasn't seen is
-        compiled first.
-        Raises InvalidRequestError, ContextLengthError, QueueFullError, WontFitError or EngineClosedError.
+        compiled first. `adapter` names one that was added; "" is the model as it is, None what this LLM stands for.
+        Raises ModelNotFoundError for an adapter, InvalidRequestError, ContextLengthError, QueueFullError, WontFitError
+        or EngineClosedError.
         """
         prompt_ids = checked_ids(prompt_ids)
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -147,6 +171,8 @@ class LLM:
         if prompt_logprobs is not None and not 0 <= prompt_logprobs <= MAX_TOP_LOGPROBS:
             message = f"prompt_logprobs is {prompt_logprobs}; it must be between 0 and {MAX_TOP_LOGPROBS}"
             raise InvalidRequestError(message, param="prompt_logprobs")
+        adapter = self._adapter if adapter is None else adapter
+        cache_key = self._cache_key(tenant, adapter)
         max_tokens = self.check(prompt_ids, params)
         grammar = None if params.grammar is None else self.compile(params.grammar)
         params = params.with_defaults(self.defaults)
@@ -156,14 +182,52 @@ class LLM:
             tuple(prompt_ids),
             RowSampling.of(params),
             seed,
-            tenant,
+            cache_key,
             params.logprobs,
             prompt_logprobs,
+            adapter,
         )
         eos = frozenset[int]() if params.ignore_eos else self.tokenizer.eos_token_ids
         starts = message_starts(prompt_ids, self._turns) if self._engine.state.needs_checkpoints else ()
         request = Request(spec, max_tokens, eos, priority, starts, grammar)
-        return Generation(request, self._engine, self.tokenizer, params.stop, self.info.name, self, keep)
+        return Generation(request, self._engine, self.tokenizer, params.stop, self._name_with(adapter), self, keep)
+
+    def _cache_key(self, tenant: str, adapter: str) -> str:
+        """Under which computed prefixes are shared: what an adapter computed is of use to it alone."""
+        if "\0" in tenant:
+            raise InvalidRequestError("tenant holds a NUL character", param="tenant")
+        return f"{tenant}\0{self._engine.runner.adapters.digest(adapter)}" if adapter else tenant
+
+    def _name_with(self, adapter: str) -> str:
+        base = (self._base or self).info.name
+        return f"{base}:{adapter}" if adapter else base
+
+    # -- adapters --------------------------------------------------------------------------------------------------
+
+    def add_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Offer the adapter in `folder` (mlx-lm's format) to requests under `name`, beside the model, which stays.
+
+        Raises InvalidRequestError, ModelNotFoundError, ModelFileError with every tensor that doesn't fit this model,
+        UnsupportedModelError or EngineClosedError.
+        """
+        self._engine.add_adapter(read_adapter(name, Path(folder).expanduser()))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of those that were added."""
+        return self._engine.runner.adapters.names
+
+    def adapted(self, adapter: str) -> LLM:
+        """This model with an adapter for all its requests, or with "" as it is. The same engine: unloading is shared.
+
+        Raises ModelNotFoundError.
+        """
+        if adapter:
+            self._engine.runner.adapters.digest(adapter)
+        view = copy.copy(self)
+        view._adapter, view._base = adapter, self._base or self
+        view.info = dataclasses.replace(self.info, name=self._name_with(adapter))
+        return view
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar, or find it compiled. Up to seconds: not for an event loop.

@@ -252,6 +252,45 @@ def num_parameters(model: nn.Module) -> int:
     return int(_utils.get_total_parameters(model))
 
 
+def lora_layers(
+    model: nn.Module, *, num_layers: int, rank: int, scale: float, keys: Sequence[str] | None, dora: bool
+) -> dict[str, nn.Module]:
+    """What mlx-lm's loader of adapters would put in the model's place, by path; the model itself stays as it is.
+
+    Each new layer holds the model's own one, no copy of its weights. Raises ModelFileError for layers that it can't
+    adapt.
+    """
+    with _file_limit_kept():
+        from mlx_lm.tuner import utils as tuner
+    before = list(child_slots(model))
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
+    found: dict[str, nn.Module] = {}
+    try:
+        with _file_errors("the adapter doesn't go with this model"):
+            tuner.linear_to_lora_layers(model, num_layers, parameters, use_dora=dora)
+    finally:
+        for path, container, key, module in before:
+            if container[key] is not module:
+                found[path] = container[key]
+                container[key] = module
+    return found
+
+
+def child_slots(module: nn.Module) -> Iterator[tuple[str, Any, Any, nn.Module]]:
+    """Where each module below this one hangs: (path, the module, list or dict that holds it, its key there, it)."""
+
+    def walk(container: Any, prefix: str) -> Iterator[tuple[str, Any, Any, nn.Module]]:
+        items = enumerate(container) if isinstance(container, list) else list(container.items())
+        for key, value in items:
+            path = f"{prefix}{key}"
+            if isinstance(value, nn.Module):
+                yield path, container, key, value
+            if isinstance(value, nn.Module | list | dict):
+                yield from walk(value, f"{path}.")
+
+    return walk(module, "")
+
+
 class _TokenizerFacts:
     """What mlx-lm's inference looks at in a tokenizer: the chat template, and which tokens there are."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "pytorch_model.bin.index.json"
 _NUMBERED = re.compile(r"pytorch_model-\d{5}-of-(?P<count>\d{5})\.bin")
+MAX_PIECES = 10_000
 _PLAIN_NAME = re.compile(r"[^/\\\0]+\.bin")
 
 
@@ -150,4 +151,6 @@ def _shards(folder: Path, places: Mapping[str, str]) -> list[Path]:
     if len(counts) != 1:
         raise ModelFileError(f"{folder} holds no pytorch_model.bin, and no one set of numbered pieces of it")
     (count,) = counts
-    return [folder / f"pytorch_model-{i:05}-of-{count}.bin" for i in range(1, min(int(count), 10_000) + 1)]
+    if not 1 <= int(count) <= MAX_PIECES:
+        raise ModelFileError(f"{pieces[0]} says that there are {int(count)} pieces; 1 to {MAX_PIECES} are read")
+    return [folder / f"pytorch_model-{i:05}-of-{count}.bin" for i in range(1, int(count) + 1)]

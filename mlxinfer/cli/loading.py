@@ -46,7 +46,7 @@ def check_name(name: str, settings: Settings) -> None:
         zoo.resolve(name, settings, fetch=False)
 
 
-def load_model(name: str, settings: Settings) -> LLM:
+def load_model(name: str, settings: Settings, adapter: Path | None = None) -> LLM:
     """Load with progress on stderr. Raises what `mlxinfer.load` raises; what can be known is, before a download."""
     from mlxinfer import zoo
 
@@ -59,7 +59,7 @@ def load_model(name: str, settings: Settings) -> LLM:
             files = converted.loadable(files, settings, report)
             from mlxinfer.llm import load
 
-            llm = load(name, settings=settings, progress=report, files=files)
+            llm = load(name, settings=settings, progress=report, files=files, adapter=adapter)
     asked, own = settings.context_length, llm.info.context_length
     if asked is not None and asked > own:
         output.say(f"The context limit of {asked} is beyond what {name} has; its own {own} tokens hold.", dim=True)

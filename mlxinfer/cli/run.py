@@ -7,6 +7,7 @@ import dataclasses
 import shlex
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -60,6 +61,12 @@ def tell_apart(words: tuple[str, ...], model: str | None) -> Words:
 @click.option("-m", "--model", type=options.ModelName(), help="The model; then every argument belongs to the prompt.")
 @click.option("-s", "--system", metavar="TEXT", help="The system message.")
 @options.sampling_options
+@click.option(
+    "--adapter",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Use the model with the adapter in this folder.",
+)
 @click.option("--raw", is_flag=True, help="No chat template: continue the text as it stands.")
 @options.engine_options
 @click.option("-y", "--yes", is_flag=True, help="With no model named, take the suggested one without asking.")
@@ -91,7 +98,7 @@ def run(words: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     # What is typed ahead waits for the chat, and does not mix with the bars.
     quiet = terminal.no_echo() if chat else contextlib.nullcontext()
     with _hinting(hint), loading.naming_the_setting(name, given=told.model is not None), quiet:
-        llm = loading.load_model(name, settings)
+        llm = loading.load_model(name, settings, opts["adapter"])
     try:
         if chat:
             from mlxinfer.cli import repl

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from mlxinfer.cli import INTERRUPTED, checks, loading, options, output, process, progress
-from mlxinfer.config import override
+from mlxinfer.config import expand_user, override
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +48,12 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 @click.option("--grace", type=int, metavar="SECONDS", help="How long requests may go on after SIGTERM [30].")
 @click.option("--pin", multiple=True, metavar="NAME", help="Keep this model once it is loaded; may be repeated.")
 @click.option("--keep-alive", type=int, metavar="SECONDS", help="Unload a model after this long without a request.")
+@click.option(
+    "--adapter",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="Offer MODEL:NAME, the model with an adapter; of several models: MODEL:NAME=FOLDER. May be repeated.",
+)
 @click.option("--lazy", is_flag=True, help="Load nothing before the first request for it.")
 @options.engine_options
 @options.json_option
@@ -70,13 +76,14 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     named = name_models(models)
     if unknown := next((name for name in opts["pin"] if name not in named), None):
         raise click.UsageError(f"--pin {unknown}: no model is served under that name; served are {', '.join(named)}")
+    adapters = name_adapters(settings.adapters, tuple(named))
     access = _access(settings, len(named))
     _check_address(settings, access)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, _terminated)
     try:
         with ExitStack() as stack:
-            pool = _pool(named, settings, opts["pin"])
+            pool = _pool(named, settings, opts["pin"], adapters)
             stack.callback(pool.close)
             for name, source in named.items():
                 with loading.naming_the_setting(source, given=given), _kept_if_cut_off(stack):
@@ -94,6 +101,7 @@ def _flags(opts: dict[str, Any]) -> dict[str, Any]:
         "allow_hosts": opts["allow_host"] or None,
         "allow_origins": opts["allow_origin"] or None,
         "keys_file": opts["keys"],
+        "adapters": opts["adapter"] or None,
     }
 
 
@@ -114,10 +122,12 @@ def _access(settings: Settings, models: int) -> dict[str, Any]:
     }
 
 
-def _pool(named: dict[str, str], settings: Settings, pinned: tuple[str, ...]) -> ModelPool:
+def _pool(
+    named: dict[str, str], settings: Settings, pinned: tuple[str, ...], adapters: dict[str, dict[str, str]]
+) -> ModelPool:
     from mlxinfer.pool import Machine, ModelPool
 
-    return ModelPool(named, Machine(settings), keep_alive=settings.keep_alive, pinned=pinned)
+    return ModelPool(named, Machine(settings), keep_alive=settings.keep_alive, pinned=pinned, adapters=adapters)
 
 
 def _bring(pool: ModelPool, name: str, source: str, settings: Settings, *, lazy: bool) -> None:
@@ -175,8 +185,8 @@ def _run(pool: ModelPool, settings: Settings, access: dict[str, Any], *, as_json
         except OSError as error:
             output.say(f"`mlxinfer ps` and `stop` won't know of this server: {error}")
         if as_json:
-            output.emit_json({"url": address, "models": list(pool)})
-        output.say(f"Serving {', '.join(pool)} at {address}/v1   (Ctrl-C stops)")
+            output.emit_json({"url": address, "models": [*pool, *pool.adapted()]})
+        output.say(f"Serving {', '.join([*pool, *pool.adapted()])} at {address}/v1   (Ctrl-C stops)")
 
     # The server has handlers of its own; these are for the moments before and after them.
     process.quit_on_signals(terminated=0, interrupted=INTERRUPTED)
@@ -209,6 +219,30 @@ def name_models(models: tuple[str, ...]) -> dict[str, str]:
             raise click.UsageError(f"two models would be called {name!r}; name one of them: other={source}")
         named[name] = source
     return named
+
+
+def name_adapters(given: tuple[str, ...], models: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    """Model → adapter → folder, of NAME=FOLDER or MODEL:NAME=FOLDER. The files are looked at, the models not yet."""
+    from mlxinfer.engine.adapter_files import read_adapter
+
+    found: dict[str, dict[str, str]] = {}
+    for text in given:
+        whole, equals, folder = text.partition("=")
+        model, colon, name = whole.rpartition(":")
+        if not equals or not name or not folder:
+            raise click.UsageError(f"--adapter {text!r} is not NAME=FOLDER")
+        if not colon:
+            if len(models) > 1:
+                raise click.UsageError(f"--adapter {text}: of which model? {', '.join(f'{m}:{text}' for m in models)}")
+            model = next(iter(models))
+        if model not in models:
+            raise click.UsageError(f"--adapter {text}: no model is served as {model!r}; served are {', '.join(models)}")
+        if name in found.setdefault(model, {}):
+            raise click.UsageError(f"--adapter {text}: {model} has an adapter {name} already")
+        path = expand_user(folder, "--adapter")
+        read_adapter(name, path)
+        found[model][name] = str(path.absolute())
+    return found
 
 
 def served_name(source: str) -> str:

@@ -27,6 +27,7 @@ from mlxinfer.errors import (
 from mlxinfer.types import FinishReason, Usage
 
 if TYPE_CHECKING:
+    from mlxinfer.engine.adapter_files import AdapterFiles
     from mlxinfer.engine.pace import Load
     from mlxinfer.engine.prefix_disk import PrefixDisk
     from mlxinfer.engine.rows import Launched
@@ -73,7 +74,7 @@ class Engine:
         """`prefix_bytes` limits the prefix cache, 0 turns it off; None: what memory is spare. `disk` outlives it."""
         self.thread = thread
         self.runner = runner
-        self.weight_bytes = weight_bytes
+        self._model_bytes = weight_bytes
         self.prefix_bytes = prefix_bytes
         self._disk = disk
         self.memory = memory or governor()
@@ -107,6 +108,11 @@ class Engine:
         self._joined = False
         self._idle = IdleWriter(thread.post, lambda: not self.state.requests, runner.prefixes)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model and of its adapters in memory."""
+        return self._model_bytes + self.runner.adapters.nbytes
+
     # -- from any thread -------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink) -> None:
@@ -132,6 +138,16 @@ class Engine:
     def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
         """End a request; its terminal event says `reason`. Nothing happens if it has ended."""
         self.thread.post(lambda: self._end(request_id, reason))
+
+    def add_adapter(self, files: AdapterFiles) -> None:
+        """Register an adapter. Raises EngineClosedError or what Adapters.add raises."""
+
+        def add() -> None:
+            if self.closed:
+                raise EngineClosedError("the model was unloaded")
+            self.runner.adapters.add(files)
+
+        self.thread.call(add)
 
     # -- on the MLX thread -----------------------------------------------------------------------------------------
 
@@ -280,6 +296,9 @@ class Engine:
             self._finish(opened, error=EngineClosedError("the model was unloaded"))
             return
         try:
+            if spec.adapter:
+                # Now, so that one that can't be read is an answer to who asked for it and no failed step.
+                self.runner.adapters.load(spec.adapter)
             self.runner.admit(spec, request.grammar)
             self._open[spec.request_id] = opened
             tracked = Tracked(
@@ -290,9 +309,12 @@ class Engine:
                 priority=request.priority,
                 boundaries=request.boundaries if self.runner.prefixes is not None else (),
                 whole=spec.prompt_logprobs is not None,
+                adapter=spec.adapter,
             )
             self._shared.relate(tracked, spec)
             self.state.add(tracked)
+        except MlxinferError as error:
+            self._finish(opened, error=error)
         except Exception as error:
             # The worker's edge: a request that can't be admitted must not take the thread with it.
             log.exception("a request could not be admitted")

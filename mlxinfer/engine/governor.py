@@ -33,7 +33,10 @@ def wont_fit(name: str, needed: int, budget: int, beside: str = "") -> WontFitEr
 class Member(Protocol):
     """An engine, as the governor sees it."""
 
-    weight_bytes: int
+    @property
+    def weight_bytes(self) -> int:
+        """Of its model, and of whatever else it keeps beside it."""
+        ...
 
     def reserved_bytes(self) -> int:
         """What its running sequences take, or will."""

@@ -35,6 +35,8 @@ class RowSpec:
     """Report how likely each token was, and that many of the likeliest."""
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens, all of which are computed then."""
+    adapter: str = ""
+    """The name of a registered adapter; empty: the model as it is."""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxinfer import runtime
+from mlxinfer.engine.adapters import Adapters
 from mlxinfer.engine.forwards import Forwards
 from mlxinfer.engine.grammar import Pacer
 from mlxinfer.engine.logprobs import Logprobs
@@ -38,6 +39,7 @@ class Runner(Forwards):
         """As Forwards."""
         super().__init__(model, vocab_size, kv_bits, probed=probed)
         self.prefixes: PrefixStore | None = None
+        self.adapters = Adapters(model)
         self._rows: dict[str, Row] = {}
         self._decoding: Decoding | None = None
         self._steps = 0
@@ -62,6 +64,8 @@ class Runner(Forwards):
             self._settle()
             for release in step.release:
                 self._release(release)
+        if step.prefill or step.decode:
+            self.adapters.use(step.adapter)
         for start in step.start:
             self._start(start)
         marker = choice = None
@@ -107,6 +111,7 @@ class Runner(Forwards):
         self._pacer.close()
         if self.prefixes is not None:
             self.prefixes.close()
+        self.adapters.close()
         self.prefixes = self.model = None
 
     def kv_bytes(self) -> int:

@@ -40,7 +40,8 @@ MIN_SHARED = 32
 def schedule(state: SchedulerState, lookup: Callable[[str, int], int] | None = None) -> Step:
     """The next step, and the state's counters moved on. Empty when there is nothing to do.
 
-    Every running row decodes in every step. Beside them the step takes as many prompt tokens as its predicted time
+    A step has rows of one adapter, and adapters take turns. Every running row of the adapter decodes in its steps.
+    Beside them a step takes as many prompt tokens as its predicted time
     allows. The prompt with the least left comes first; waiting makes a prompt count as shorter and more urgent, and
     it keeps what it has earned, so that none starves. `lookup(request_id, limit)` says how many of a request's first
     tokens, at most `limit`, the prefix cache holds.
@@ -49,9 +50,14 @@ def schedule(state: SchedulerState, lookup: Callable[[str, int], int] | None = N
     lost = _make_room(state)
     release = tuple(state.release)
     state.release.clear()
-    plan = _Plan(state, lookup, lost)
-    plan.fill()
-    step = Step(state.step_number, release, tuple(plan.starts), tuple(plan.chunks), plan.decode())
+    step = Step(state.step_number, release)
+    for adapter in state.turns.order(r.adapter for name, r in state.requests.items() if name not in lost) or [""]:
+        plan = _Plan(state, lookup, lost, adapter)
+        plan.fill()
+        step = Step(state.step_number, release, tuple(plan.starts), tuple(plan.chunks), plan.decode(), adapter)
+        if step.start or step.prefill or step.decode:
+            state.turns.took(adapter, state.step_number)
+            break
     if not step.empty:
         state.step_number += 1
     return step
@@ -89,16 +95,23 @@ def _make_room(state: SchedulerState) -> set[str]:
 class _Plan:
     """One step in the making."""
 
-    def __init__(self, state: SchedulerState, lookup: Callable[[str, int], int] | None, excluded: set[str]) -> None:
+    def __init__(
+        self, state: SchedulerState, lookup: Callable[[str, int], int] | None, excluded: set[str], adapter: str
+    ) -> None:
         self.state = state
         self.lookup = lookup
         alone = state.probation[0] if state.probation else None
+        self.adapter = adapter
         self.requests = [
             r for name, r in state.requests.items() if name not in excluded and (alone is None or name == alone)
         ]
+        """Those of other adapters too: they can't have this step, but places and memory are given in one order."""
         self.starts: list[Start] = []
         self.chunks: list[PrefillChunk] = []
-        self.live = [r for r in self.requests if r.request_id in state.started and r.prefilled]
+        running = [r for r in self.requests if r.request_id in state.started and r.prefilled]
+        self.live = [r for r in running if r.adapter == adapter]
+        self.streams_elsewhere = len(running) - len(self.live)
+        """Rows of other adapters, which wait for this step."""
         self.computed = {r.request_id: r.num_computed_tokens for r in self.requests}
         """Before this step: what a follower may take from its leader."""
         self.reserved = 0 if state.kv_limit is None else state.reserved_bytes()
@@ -124,8 +137,13 @@ class _Plan:
         given: set[str] = set()
         full = False
         for request in ready:
-            if not request.prefilled and self._room_for(request) < 1:
+            mine = request.adapter == self.adapter
+            if mine and not request.prefilled and self._room_for(request) < 1:
                 break
+            if not mine:
+                # It starts in a step of its adapter; what it needs is kept for it.
+                full = full or not (request.request_id in self.state.started or self._reserve(request))
+                continue
             if request.request_id not in self.state.started:
                 # Memory goes to the first in line, so that many small ones don't keep a large one out for good.
                 full = full or not self._start(request)
@@ -196,14 +214,8 @@ class _Plan:
     def _start(self, request: Tracked) -> bool:
         """Give the request a place, with what is computed of it already. False when there is no place or memory."""
         state = self.state
-        if len(state.started) >= state.max_num_seqs:
+        if len(state.started) >= state.max_num_seqs or not self._reserve(request):
             return False
-        need = 0 if state.kv_limit is None else state.kv.bytes(request.reserved_tokens())
-        # One sequence may always run, when no memory becomes free elsewhere: whether it fits was checked on arrival.
-        if state.kv_limit is not None and (state.started or state.patient) and self.reserved + need > state.kv_limit:
-            state.short_of = self.reserved + need - state.kv_limit
-            return False
-        self.reserved += need
         request.rowless = False
         output = tuple(request.output)
         request.rebuilt = len(output)
@@ -220,6 +232,19 @@ class _Plan:
         self.starts.append(Start(request.request_id, cached, source, output))
         return True
 
+    def _reserve(self, request: Tracked) -> bool:
+        """Put its memory aside; False when there isn't enough."""
+        state = self.state
+        if state.kv_limit is None:
+            return True
+        need = state.kv.bytes(request.reserved_tokens())
+        # One sequence may always run, when no memory becomes free elsewhere: whether it fits was checked on arrival.
+        if (self.reserved or state.patient) and self.reserved + need > state.kv_limit:
+            state.short_of = self.reserved + need - state.kv_limit
+            return False
+        self.reserved += need
+        return True
+
     def _room_for(self, request: Tracked) -> int:
         """Prompt tokens of this request that the step has time for; 0 when it isn't worth a start."""
         state = self.state
@@ -228,10 +253,11 @@ class _Plan:
         contexts = sum(r.prompt_length + r.num_scheduled for r in self.live)
         pairs = contexts + sum((c.end - c.start) * (c.start + c.end) // 2 for c in self.chunks)
         quiet = state.pace.seconds(Load(1, 0, rows, contexts))
-        if rows:
+        streams = rows + self.streams_elsewhere
+        if streams:
             # Without those whose prompt ends in this step: what is put beside them delays their first token.
             crowd = sum(not r.prefilled and not self._blocked(r) for r in self.requests)
-            stall = min(STALL_MOST, STALL + STALL_PER_STREAM * max(1, crowd) / rows)
+            stall = min(STALL_MOST, STALL + STALL_PER_STREAM * max(1, crowd) / streams)
             seconds = max(stall * quiet, STALL_FLOOR_S)
         else:
             seconds = max(ALONE_FORWARDS * quiet, ALONE_S)

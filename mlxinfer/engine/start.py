@@ -103,6 +103,7 @@ def _start(
         upstream.install_swiglu(silu_mul)
     yield
     runner = Runner(loaded.model, loaded.vocab_size, settings.kv_bits, probed=False)
+    runner.adapters.max_bytes = settings.adapter_mb << 20
     yield from runner.probe()
     engine = Engine(
         thread,

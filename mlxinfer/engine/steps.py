@@ -50,7 +50,7 @@ class DecodeRow:
 class Step:
     """What the runner does next, in this order: release rows, start rows, prompt chunks, one token per decode row.
 
-    A request whose last chunk is in a step may decode in the same step.
+    A request whose last chunk is in a step may decode in the same step. All that it computes goes through one adapter.
     """
 
     number: int
@@ -58,6 +58,8 @@ class Step:
     start: tuple[Start, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
     decode: tuple[DecodeRow, ...] = ()
+    adapter: str = ""
+    """Its name; empty: the model as it is."""
 
     @property
     def empty(self) -> bool:

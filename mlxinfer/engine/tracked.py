@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from mlxinfer.types import FinishReason
 
+TURN = 4
+"""Steps of one adapter before another that has work gets its turn: each change builds the batch anew."""
 TRIAL = 4
 """Tokens that a request makes alone after its first failed step; the power of that after the next ones."""
 
@@ -54,6 +56,8 @@ class Tracked:
     """Those of them in which it was alone, since it last made its tokens."""
     rowless: bool = False
     """It had a row and lost it; the runner still knows the request."""
+    adapter: str = ""
+    """What it is computed with: a step has rows of one adapter only."""
     trial: int = 0
     """Tokens to make alone before it may join the others again."""
 
@@ -82,6 +86,33 @@ class Outcome:
 
 
 @dataclass(slots=True)
+class Turns:
+    """Adapters take turns of a few steps; the one whose last turn is longest ago is next."""
+
+    current: str = ""
+    left: int = 0
+    """Steps that the current one may go on for."""
+    last: dict[str, int] = field(default_factory=dict[str, int])
+    """The number of each adapter's last step; of those only that have requests."""
+
+    def order(self, present: Iterable[str]) -> list[str]:
+        """Who may have the next step, the first choice first. `present` are those with requests, oldest first."""
+        names = list(dict.fromkeys(present))
+        self.last = {name: self.last[name] for name in names if name in self.last}
+        names.sort(key=lambda name: self.last.get(name, -1))
+        if self.left > 0 and self.current in names:
+            names.remove(self.current)
+            names.insert(0, self.current)
+        return names
+
+    def took(self, adapter: str, number: int) -> None:
+        """Note whose a step was."""
+        self.left = self.left - 1 if adapter == self.current and self.left > 0 else TURN - 1
+        self.current = adapter
+        self.last[adapter] = number
+
+
+@dataclass(slots=True)
 class SchedulerState:
     """All requests that are waiting or running, in order of arrival."""
 
@@ -107,6 +138,7 @@ class SchedulerState:
     """Rows that the runner still holds and nobody needs."""
     probation: list[str] = field(default_factory=list[str])
     """Requests that had a part in a failed step; while there are any, only the first one runs."""
+    turns: Turns = field(default_factory=Turns)
     step_number: int = 0
     arrivals: int = 0
 

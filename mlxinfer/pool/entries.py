@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from mlxinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
     from mlxinfer.encoders import Encoder
@@ -98,7 +98,8 @@ class Entry:
     model: LLM | Encoder | None = None
     info: ModelInfo | None = None
     leases: int = 0
-    waiters: list[Future[Lease]] = field(default_factory=list)
+    waiters: list[tuple[str, Future[Lease]]] = field(default_factory=list)
+    """With the name that each asked for."""
     used: float | None = None
     keep: float | None = None
     """In place of the pool's keep_alive, while it is loaded."""
@@ -106,12 +107,30 @@ class Entry:
     """Order of last use."""
     recheck: float = 0.0
     error: MlxinferError | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Name → folder; `fit` adds them to the model once it is there."""
     failures: int = 0
     retry_at: float = 0.0
 
     @property
     def bytes(self) -> int:
         return 0 if self.info is None or self.model is None else self.info.weight_bytes
+
+    def fit(self, model: LLM | Encoder) -> None:
+        """Add the adapters to a model that was loaded. Raises InvalidRequestError or what LLM.add_adapter raises."""
+        if not self.adapters:
+            return
+        if model.info.makes != "text":
+            names = ", ".join(self.adapters)
+            raise InvalidRequestError(f"{self.name} writes no text; the adapters {names} can't be used with it")
+        for name, folder in self.adapters.items():
+            cast("LLM", model).add_adapter(name, folder)
+
+    def leased(self, name: str) -> LLM | Encoder:
+        """The model as it is called `name`: itself, or with one of its adapters."""
+        assert self.model is not None, "only loaded models are leased"
+        adapter = name[len(self.name) + 1 :]
+        return cast("LLM", self.model).adapted(adapter) if adapter else self.model
 
     def at_work(self) -> bool:
         """Leased, or with requests that run or wait in its engine."""
@@ -123,6 +142,6 @@ class Entry:
     def fail_waiters(self, error: MlxinferError) -> None:
         """Each gets an error of its own: one that is raised in two threads mixes up its tracebacks."""
         waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
+        for _, waiter in waiters:
             if waiter.set_running_or_notify_cancel():
                 waiter.set_exception(copy.copy(error))

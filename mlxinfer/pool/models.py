@@ -17,6 +17,7 @@ from mlxinfer.config import Settings
 from mlxinfer.errors import (
     EngineClosedError,
     EngineError,
+    InvalidRequestError,
     MlxinferError,
     ModelNotFoundError,
     ModelsBusyError,
@@ -47,7 +48,8 @@ class ModelPool:
 
     Iterating gives the names. Loads run one after another on a thread of the pool; idle models go on another, which
     sleeps until the next one is due; without `timer` the caller calls `unload_idle`. `due` are names that `missing`
-    waits for.
+    waits for. `adapters` are, for a model's name, names and folders: a lease of "model:adapter" is the same model with
+    that adapter. Iterating and `status` leave these names out; `adapted` has them.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelPool:
         keep_alive: float | None = None,
         pinned: Iterable[str] = (),
         due: Iterable[str] = (),
+        adapters: Mapping[str, Mapping[str, str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         timer: bool = True,
     ) -> None:
@@ -67,6 +70,13 @@ class ModelPool:
         self._timed = timer
         self._wanted = 0
         self._entries = {name: Entry(name, source) for name, source in models.items()}
+        self._adapted: dict[str, Entry] = {}
+        for name, folders in (adapters or {}).items():
+            entry = self._entry(name)
+            entry.adapters = dict(folders)
+            self._adapted |= {f"{name}:{adapter}": entry for adapter in folders}
+        if both := sorted(self._adapted.keys() & self._entries.keys()):
+            raise InvalidRequestError(f"{both[0]} would be a model and a model's adapter; give one another name")
         for name in pinned:
             self._entry(name).pinned = True
         for name in due:
@@ -94,7 +104,11 @@ class ModelPool:
         return len(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._entries or name in self._adapted
+
+    def adapted(self) -> dict[str, str]:
+        """Name of each model with an adapter → name of the model."""
+        return {name: entry.name for name, entry in self._adapted.items()}
 
     # -- using a model -----------------------------------------------------------------------------------------------
 
@@ -112,7 +126,7 @@ class ModelPool:
             if entry.error is not None and self._clock() < entry.retry_at:
                 raise copy.copy(entry.error)
             future: Future[Lease] = Future()
-            entry.waiters.append(future)
+            entry.waiters.append((name, future))
             if entry.state == "loaded":
                 self._grant(entry)
             elif entry.state in ("registered", "failed"):
@@ -144,8 +158,9 @@ class ModelPool:
 
     def adopt(self, name: str, model: LLM | Encoder) -> None:
         """Take a loaded model in under a registered name; the pool unloads it from now on."""
+        entry = self._entry(name)
+        entry.fit(model)
         with self._changed:
-            entry = self._entry(name)
             assert entry.state in ("registered", "failed"), f"{name} is {entry.state} already"
             self._settle(entry, model)
 
@@ -244,9 +259,11 @@ class ModelPool:
     # -- inside, with the lock held ----------------------------------------------------------------------------------
 
     def _entry(self, name: str) -> Entry:
-        if name not in self._entries:
-            raise ModelNotFoundError(f"no model {name!r:.80} here; registered are: {', '.join(self._entries)}")
-        return self._entries[name]
+        entry = self._entries.get(name) or self._adapted.get(name)
+        if entry is None:
+            there = ", ".join([*self._entries, *self._adapted])
+            raise ModelNotFoundError(f"no model {name!r:.80} here; registered are: {there}")
+        return entry
 
     def _status(self, entry: Entry) -> ModelStatus:
         stats = {"running": 0, "waiting": 0} if entry.model is None else entry.model.stats()
@@ -259,7 +276,7 @@ class ModelPool:
             pinned=entry.pinned,
             keep_s=None if entry.pinned else self._keep(entry),
             running=stats["running"],
-            waiting=stats["waiting"] + sum(not w.cancelled() for w in entry.waiters),
+            waiting=stats["waiting"] + sum(not w.cancelled() for _, w in entry.waiters),
             info=entry.info,
         )
 
@@ -293,10 +310,10 @@ class ModelPool:
     def _grant(self, entry: Entry) -> None:
         waiters, entry.waiters = entry.waiters, []
         assert entry.model is not None, "only loaded models are leased"
-        for waiter in waiters:
+        for name, waiter in waiters:
             if waiter.set_running_or_notify_cancel():
                 entry.leases += 1
-                waiter.set_result(Lease(entry.name, entry.model, lambda: self._end_lease(entry)))
+                waiter.set_result(Lease(name, entry.leased(name), lambda: self._end_lease(entry)))
         self._touch(entry)
 
     def _idle(self) -> list[Entry]:
@@ -380,7 +397,7 @@ class ModelPool:
                 if self._closed:
                     return
                 entry = self._queue.popleft()
-                if all(w.cancelled() for w in entry.waiters):
+                if all(w.cancelled() for _, w in entry.waiters):
                     entry.waiters.clear()
                     entry.state = "registered"
                     continue
@@ -392,6 +409,7 @@ class ModelPool:
             needed = self._loads.predict(entry.source, self._cancel)
             self._make_room(entry.name, needed)
             model = self._loads.load(entry.source, self._cancel)
+            _fitted(entry, model)
         except MlxinferError as error:
             self._failed(entry, error)
         except Exception as error:
@@ -442,6 +460,15 @@ class ModelPool:
                 entry.failures += 1
             entry.fail_waiters(error)
             self._changed.notify_all()
+
+
+def _fitted(entry: Entry, model: LLM | Encoder) -> None:
+    """A model with its adapters; without them it is not kept."""
+    try:
+        entry.fit(model)
+    except BaseException:
+        model.unload()
+        raise
 
 
 def _release_result(future: Future[Lease]) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive
 
-    from mlxinfer.pool import Lease, ModelPool
+    from mlxinfer.pool import Lease, ModelPool, ModelStatus
     from mlxinfer.server.metrics import ServerMetrics
     from mlxinfer.server.options import ServerOptions
     from mlxinfer.server.record import RequestRecord
@@ -70,9 +70,14 @@ class ServerState:
         return self.record.key.name if self.record and self.record.key else ""
 
     def names(self) -> list[str]:
-        """The registered models that exist for this request."""
+        """The registered models that exist for this request; each with an adapter is one more, after the plain ones."""
         key = self.record.key if self.record else None
-        return [name for name in self.models if key is None or key.allows(name)]
+        return [name for name in (*self.models, *self.models.adapted()) if key is None or key.allows(name)]
+
+    def statuses(self) -> dict[str, ModelStatus]:
+        """Of `names`. A model's with an adapter is that of the model."""
+        found, adapted = self.models.status(), self.models.adapted()
+        return {name: found[adapted.get(name, name)] for name in self.names()}
 
     def ended(
         self, model: str, usage: Usage, timings: Timings | None, reason: str, *, with_prompt: bool = True
@@ -96,8 +101,9 @@ class ServerState:
         names = self.names()
         listed = ", ".join(names)
         if name is None:
-            if len(names) == 1:
-                return names[0]
+            plain = [one for one in names if one not in self.models.adapted()] or names
+            if len(plain) == 1:
+                return plain[0]
             raise InvalidRequestError(f"model is missing; this server has: {listed}", param="model")
         if name not in names:
             message = f"no model {name!r:.80} here; this server has: {listed}"

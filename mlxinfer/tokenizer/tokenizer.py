@@ -55,6 +55,7 @@ class Tokenizer:
             eos.add(eos_id)
         self.eos_token_ids: frozenset[int] = frozenset(eos)
         self.bos_token_id: int | None = self._id_of("bos_token")
+        self.eos_token_id: int | None = self._id_of("eos_token")
         self._prepend_bos = False
         self._prepend_bos = add_bos_token and self.bos_token_id is not None and not self._backend_adds_bos()
 
@@ -135,6 +136,24 @@ class Tokenizer:
             assert self.bos_token_id is not None
             return [self.bos_token_id, *ids]
         return ids
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of several texts, each for itself and without special tokens around it; several cores work."""
+        for text in texts:
+            self.check_length(text, None)
+        try:
+            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            raise mapped(error, "the tokenizer fails to encode") from error
+        return [encoding.ids for encoding in encoded]
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Of each token of `text`, encoded without special tokens around it: its [start, end) in characters."""
+        self.check_length(text, None)
+        try:
+            return self._backend.encode(text, add_special_tokens=False).offsets
+        except BaseException as error:
+            raise mapped(error, "the tokenizer fails to encode") from error
 
     def frame(
         self,

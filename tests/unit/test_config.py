@@ -58,7 +58,7 @@ def test_every_key_can_be_set_by_a_variable_and_by_the_file(tmp_path: Path, name
     texts = {"model": "m", "host": "h", "cache_dir": "/c", "dtype": "float32", "kernels": "off", "keys_file": "/k"}
     texts |= {"access_log": "/l"}
     text = texts.get(name, "8" if name == "kv_bits" else "true" if name == "metrics_open" else "77")
-    quoted = name in texts or name.startswith("allow_")
+    quoted = name in texts or name.startswith("allow_") or name == "adapters"
     path = config(tmp_path, f'{name} = "{text}"' if quoted else f"{name} = {text}")
     from_file = load_settings(environ={}, path=path)
     from_variable = load_settings(environ={f"MLXINFER_{name.upper()}": text}, path=NOWHERE)

@@ -133,8 +133,7 @@ versioned = APIRouter(route_class=_Versioned, include_in_schema=False)
 @versioned.get("/v1/models")
 async def models(request: Request) -> Response:
     state = state_of(request)
-    status = state.models.status()
-    cards = [_card(state, name, status[name]) for name in state.names()]
+    cards = [_card(state, name, status) for name, status in state.statuses().items()]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {"first_id": None, "last_id": None}
     return json_response({"data": cards, "has_more": False, **ends})
 
@@ -142,7 +141,7 @@ async def models(request: Request) -> Response:
 @versioned.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     state = state_of(request)
-    return json_response(_card(state, name, state.models.status()[state.served_name(name)]))
+    return json_response(_card(state, name, state.statuses()[state.served_name(name)]))
 
 
 def _card(state: ServerState, name: str, status: ModelStatus) -> dict[str, Any]:

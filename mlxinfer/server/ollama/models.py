@@ -31,18 +31,12 @@ def registered_name(state: ServerState, name: str | None) -> str:
     return state.served_name(name)
 
 
-def statuses(state: ServerState) -> dict[str, ModelStatus]:
-    """Of the models that exist for this request."""
-    found = state.models.status()
-    return {name: found[name] for name in state.names()}
-
-
 def tags(state: ServerState) -> list[dict[str, Any]]:
     """Every registered model."""
     when = _rfc3339(datetime.datetime.fromtimestamp(state.started, datetime.UTC))
     return [
         {**_identity(name, status), "modified_at": when, "details": details(status.info)}
-        for name, status in statuses(state).items()
+        for name, status in state.statuses().items()
     ]
 
 
@@ -50,7 +44,7 @@ def loaded(state: ServerState) -> list[dict[str, Any]]:
     """Those in memory, and when each will be unloaded if nobody uses it."""
     now = datetime.datetime.now(datetime.UTC)
     found: list[dict[str, Any]] = []
-    for name, status in statuses(state).items():
+    for name, status in state.statuses().items():
         if status.state != "loaded":
             continue
         left = FOREVER
@@ -70,7 +64,7 @@ def loaded(state: ServerState) -> list[dict[str, Any]]:
 
 def show(state: ServerState, name: str) -> dict[str, Any]:
     """What is known of a model; before it was first loaded that is little."""
-    info = state.models.status()[name].info
+    info = state.statuses()[name].info
     return {
         "modelfile": "",
         "parameters": "",

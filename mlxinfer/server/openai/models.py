@@ -22,8 +22,7 @@ router = APIRouter()
 async def models(request: Request) -> Response:
     """Every registered model, loaded or not."""
     state = state_of(request)
-    status = state.models.status()
-    cards = [card(state, name, status[name]) for name in state.names()]
+    cards = [card(state, name, status) for name, status in state.statuses().items()]
     return json_response({"object": "list", "data": cards})
 
 
@@ -31,7 +30,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request, name: str) -> Response:
     """One of them; a name is compared, never opened."""
     state = state_of(request)
-    return json_response(card(state, name, state.models.status()[state.served_name(name)]))
+    return json_response(card(state, name, state.statuses()[state.served_name(name)]))
 
 
 def card(state: ServerState, name: str, status: ModelStatus) -> dict[str, object]:

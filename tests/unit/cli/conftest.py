@@ -108,7 +108,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     """The model that every name loads."""
     fake = FakeLLM()
 
-    def load(name: str, settings: Settings) -> FakeLLM:
+    def load(name: str, settings: Settings, adapter: object = None) -> FakeLLM:
         fake.loaded_with.append((name, settings))
         return fake
 

@@ -102,7 +102,9 @@ def load(*_, **__):
     print("loading", file=sys.stderr, flush=True)
     busy.join()
 
-zoo.resolve = lambda *_, **__: types.SimpleNamespace(path=pathlib.Path('nowhere'), name='a model')
+zoo.resolve = lambda *_, **__: types.SimpleNamespace(
+    path=pathlib.Path('nowhere'), name='a model', kind='gguf', size_bytes=0
+)
 mlxinfer.llm.load = load
 """
 """A load that takes 20 s in another thread, which a regular exit and an unload wait for."""

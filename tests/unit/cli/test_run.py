@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mlxinfer import runtime, zoo
+from mlxinfer.cli import converted
 from mlxinfer.cli.loading import could_be_model
 from mlxinfer.cli.run import Words, tell_apart
 from mlxinfer.errors import ModelNotFoundError
@@ -254,6 +255,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     """What `mlxinfer.load` gives; everything before and after it is real."""
     fake = FakeLLM()
     monkeypatch.setattr(zoo, "resolve", lambda *_, **__: None)
+    monkeypatch.setattr(converted, "loadable", lambda files, *_: files)
     monkeypatch.setattr("mlxinfer.llm.load", lambda *_, **__: fake)
     return fake
 

@@ -157,7 +157,7 @@ def test_idle_models_go_before_a_request_fails(make_engine):
     engine, idle = two_models(make_engine)
     governor = engine.memory
     need = engine.state.kv.bytes(1000)
-    idle.weight_bytes = need * 2
+    idle._model_bytes = need * 2
     limit_memory(engine, need * 2.3)
     asked = []
 

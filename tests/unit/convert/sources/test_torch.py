@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlxinfer.convert.sources import open_source
 from mlxinfer.convert.sources.torch_pickle import MAX_OPCODES, read_tensors
 from mlxinfer.errors import MlxinferError, ModelFileError, UnsupportedModelError
 from tests.unit.convert.sources.checkpoints import bf16_values, opened
@@ -239,3 +240,11 @@ def test_every_truncation_and_every_changed_byte_is_an_error_or_reads(tmp_path: 
 def test_the_length_of_a_pickle_is_bounded() -> None:
     with pytest.raises(ModelFileError, match="at most"):
         read_tensors(b"N" * (17 << 20), "x.bin")
+
+
+@pytest.mark.parametrize("count", ["00000", "10001"])
+def test_a_number_of_pieces_that_cannot_be_is_refused(tmp_path: Path, count: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / f"pytorch_model-00001-of-{count}.bin").write_bytes(b"PK")
+    with pytest.raises(ModelFileError, match=f"there are {int(count)} pieces"):
+        open_source(tmp_path)
