@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 
 import mlx.core as mx
 import pytest
@@ -47,6 +48,15 @@ def test_a_quantized_folder_loads_and_predicts_what_its_model_does(tmp_path):
         ).result().token_ids == (expected,)
 
 
+def falls_to(limit, thread):
+    """Whether the active memory gets there: a row is released in the step after its last token."""
+    until = time.monotonic() + 5
+    while mx.get_active_memory() > limit and time.monotonic() < until:
+        thread.call(lambda: None)
+        time.sleep(0.01)
+    return mx.get_active_memory() <= limit
+
+
 def test_a_model_that_nobody_holds_any_more_is_freed(tmp_path):
     gc.collect()
     before = mx.get_active_memory()
@@ -55,19 +65,15 @@ def test_a_model_that_nobody_holds_any_more_is_freed(tmp_path):
         llm = mlxinfer.load(folder)
         llm.generate("a", max_tokens=2)
     thread, weight_bytes = llm._engine.thread, llm.info.weight_bytes
-    # The row is released in the step after its last token.
-    thread.call(lambda: None)
-    thread.call(lambda: None)
     idle = llm.stats()["prefix_bytes"]
-    assert mx.get_active_memory() <= before + weight_bytes + idle + 2**16, "only the last one is held"
+    assert falls_to(before + weight_bytes + idle + 2**16, thread), "only the last one is held"
     stream = llm.stream("go on", raw=True, max_tokens=50, ignore_eos=True)
     del llm
     gc.collect()
     assert len("".join(stream)) > 5, "a stream keeps its model"
     del stream
     gc.collect()
-    thread.call(lambda: None)
-    assert mx.get_active_memory() <= before + 2**16
+    assert falls_to(before + 2**16, thread)
 
 
 def test_unload_gives_mlxs_cached_buffers_back_too(tmp_path):
