@@ -161,6 +161,7 @@ class ReplyFormat:
         bare = parse_tools and bool(tools) and isinstance(self.syntax, BareCalls)
         starts = (think.start,) if think else ()
         wanted = markers(*starts, *self.silent, *(self.syntax.openers if parse_tools else ()))
+        writer.ends_bare = not parse_tools and not self.silent
         while True:
             if bare and not writer.begun:
                 writer.text((yield from reader.space()))

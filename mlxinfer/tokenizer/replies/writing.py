@@ -33,6 +33,8 @@ class Writer:
         self._keeps_lead = True
         self.begun = False
         """Whether something that isn't white space has come since the last markup."""
+        self.ends_bare = False
+        """Whether no markup can follow text that has begun: then white space needn't wait."""
         self.calls = 0
         self.in_call = False
 
@@ -50,6 +52,7 @@ class Writer:
         if not body:
             if piece:
                 self._held.append(piece)
+                self._let_go()
             return
         tail = piece[len(body) :]
         if self.begun or self._keeps_lead:
@@ -59,6 +62,12 @@ class Writer:
         self._pieces.append(body)
         self._held = [tail] if tail else []
         self.begun = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.ends_bare and self.begun and self._kind == "text":
+            self._pieces += self._held
+            self._held = []
 
     def turn(self) -> None:
         """Markup stands here: white space around it is the template's."""

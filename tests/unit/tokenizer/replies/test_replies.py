@@ -347,3 +347,11 @@ def test_a_megabyte_in_pieces_of_four_characters_is_read():
     text = '<tool_call>{"name": "f", "arguments": {"a": "' + "ab\n" * (1 << 18) + '"}}</tool_call>'
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
     assert read("hermes", pieces) == [("f", {"a": "ab\n" * (1 << 18)})]
+
+
+@pytest.mark.parametrize("name", ["plain", "hermes"])
+def test_white_space_waits_only_where_markup_may_follow(name):
+    parser = format_of(name).parser(tools=TOOLS if name == "hermes" else ())
+    shown = [[part.text for part in parser.feed(piece)] for piece in ("One", " ", "two", "\n", "")]
+    assert shown == ([["One"], [" "], ["two"], ["\n"], []] if name == "plain" else [["One"], [], [" two"], [], []])
+    assert [part.text for part in parser.end(complete=True)] == ([] if name == "plain" else ["\n"])
