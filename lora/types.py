@@ -55,6 +55,10 @@ class Batch:
     """Tokens that are no padding."""
     num_targets: int
     """Supervised ones: the sum of `weights`."""
+    wanted: mx.array | None = None
+    """bool [num_examples], for losses over judged answers: segments counted row by row."""
+    mismatched: Batch | None = None
+    """For KTO: prompts of this batch with each other's answers."""
 
 
 class Loss(Protocol):

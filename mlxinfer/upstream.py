@@ -76,6 +76,33 @@ def install_attention(attention: Callable[..., mx.array]) -> None:
             vars(module)["scaled_dot_product_attention"] = attention
 
 
+def route_attention(takes: Callable[[Any], bool], attention: Callable[..., mx.array]) -> None:
+    """Hand calls whose cache `takes` accepts to `attention`, all others to what each loaded module had until now.
+
+    `attention` takes (queries, keys, values, cache, scale=, mask=, sinks=) as mlx-lm's does. As install_attention:
+    every module is visited, so call it again after a model is built or another attention is installed.
+    """
+    name = "scaled_dot_product_attention"
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith(MODELS) or not hasattr(module, name):
+            continue
+        held: Any = vars(module)[name]
+        while held is not None and getattr(held, "takes", None) is not takes:
+            held = getattr(held, "before", None)
+        if held is None:
+            vars(module)[name] = _routed(takes, attention, vars(module)[name])
+
+
+def _routed(
+    takes: Callable[[Any], bool], attention: Callable[..., mx.array], before: Callable[..., mx.array]
+) -> Callable[..., mx.array]:
+    def route(queries: mx.array, keys: mx.array, values: mx.array, cache: Any, *args: Any, **kwargs: Any) -> mx.array:
+        return (attention if takes(cache) else before)(queries, keys, values, cache, *args, **kwargs)
+
+    vars(route).update(takes=takes, before=before)
+    return route
+
+
 def install_swiglu(swiglu: Callable[[mx.array, mx.array], mx.array]) -> None:
     """Put `swiglu(gate, x)`, silu(gate) * x, where every loaded mlx_lm model module looks it up.
 
@@ -418,3 +445,19 @@ def _quantizing(what: str) -> Iterator[None]:
             yield
         except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
             raise UnsupportedModelError(f"{what} can't work on this model: {_first_lines(error)}") from error
+
+
+def adapter_layer(layer: nn.Module, *, dora: bool, rank: int, scale: float, dropout: float) -> nn.Module | None:
+    """mlx-lm's LoRA or DoRA layer around a linear, expert or embedding layer, packed ones included; else None."""
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+    from mlx_lm.tuner import dora as _dora
+    from mlx_lm.tuner import lora as _lora
+
+    made: Any = None
+    if isinstance(layer, (nn.Linear, nn.QuantizedLinear)):
+        made = _dora.DoRALinear if dora else _lora.LoRALinear
+    elif isinstance(layer, (SwitchLinear, QuantizedSwitchLinear)):
+        made = None if dora else _lora.LoRASwitchLinear
+    elif isinstance(layer, (nn.Embedding, nn.QuantizedEmbedding)):
+        made = _dora.DoRAEmbedding if dora else _lora.LoRAEmbedding
+    return None if made is None else made.from_base(layer, r=rank, scale=scale, dropout=dropout)

@@ -24,7 +24,7 @@ class HeadRows:
 
     def install(self, model: nn.Module, forward: Callable[[mx.array | None], mx.array]) -> Generator[None, None, None]:
         """Put it under `model`, if `forward(keep)` gives the same logits [K, 1, vocab] as `forward(None)[keep]`."""
-        stack = _stack_of(model)
+        stack = stack_of(model)
         if stack is None:
             return
         original = type(stack)
@@ -52,7 +52,7 @@ class HeadRows:
             stack.__class__ = original
 
 
-def _stack_of(model: Any) -> nn.Module | None:
+def stack_of(model: Any) -> nn.Module | None:
     """The outermost module below `model` that holds a list of modules: the stack of layers."""
     level = [child for child in model.children().values() if isinstance(child, nn.Module)]
     while level:
@@ -61,3 +61,10 @@ def _stack_of(model: Any) -> nn.Module | None:
                 return module
         level = [c for m in level for c in m.children().values() if isinstance(c, nn.Module)]
     return None
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of the stack; none where it cannot be found."""
+    stack = stack_of(model)
+    lists = [v for v in stack.children().values() if isinstance(v, list)] if stack is not None else []
+    return [layer for held in lists for layer in held if isinstance(layer, nn.Module)]

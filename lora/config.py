@@ -1,0 +1,202 @@
+"""Every option of a training run, once: the fields are the Python arguments, the CLI's flags and the file's keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import tomllib
+import types
+import typing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.lora.methods import Method, MethodOptions
+from mlxinfer.lora.schedules import Schedule  # noqa: TC001 (the options' types are read when the program runs)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+OptimizerName = Literal["adamw", "adafactor", "muon", "sgd"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """A training run. Raises InvalidRequestError that names the field, one without effect beside the others too."""
+
+    method: Annotated[Method, "What is trained; qlora asks for a quantized base."] = "lora"
+    rank: Annotated[int, "Rank of the adapters."] = 8
+    alpha: Annotated[float, "Adapters are scaled by alpha / rank; with rslora by alpha / sqrt(rank)."] = 16.0
+    dropout: Annotated[float, "Dropout before the adapters."] = 0.0
+    targets: Annotated[tuple[str, ...], "A layer's name or glob, such as q_proj; all in the blocks without."] = ()
+    num_layers: Annotated[int | None, "Train the last N blocks only."] = None
+    optimizer: Annotated[OptimizerName, "The optimizer."] = "adamw"
+    learning_rate: Annotated[float, "The highest learning rate."] = 1e-4
+    weight_decay: Annotated[float, "Weight decay."] = 0.0
+    beta1: Annotated[float, "AdamW's first beta."] = 0.9
+    beta2: Annotated[float, "AdamW's second beta."] = 0.999
+    eps: Annotated[float, "AdamW's epsilon."] = 1e-8
+    momentum: Annotated[float, "Momentum of muon and sgd."] = 0.95
+    schedule: Annotated[Schedule, "What follows the warmup."] = "constant"
+    warmup_updates: Annotated[int, "Updates in which the learning rate rises."] = 0
+    min_learning_rate: Annotated[float, "Where linear and cosine end."] = 0.0
+    max_grad_norm: Annotated[float | None, "Scale gradients down to this global norm."] = None
+    epochs: Annotated[int | None, "Passes over the data [1, unless updates are given]."] = None
+    updates: Annotated[int | None, "Stop after this many optimizer updates."] = None
+    micro_batch_size: Annotated[int, "Rows computed at a time, on each rank."] = 1
+    grad_accumulation_steps: Annotated[int, "Micro-batches of one update, on each rank."] = 1
+    max_tokens: Annotated[int, "Tokens of a row at most."] = 2048
+    grad_checkpointing: Annotated[bool, "Recompute each block going back: less memory, more time."] = False
+    seed: Annotated[int, "Seed of the order of rows, the adapters' first values and dropout."] = 0
+    eval_every: Annotated[int | None, "Updates between evaluations [one at the end]."] = None
+    patience: Annotated[int | None, "Stop after this many evaluations without a better one."] = None
+    sample_prompts: Annotated[tuple[str, ...], "Text to continue at each evaluation."] = ()
+    sample_tokens: Annotated[int, "Tokens of a sample at most."] = 64
+    save_every: Annotated[int | None, "Updates between checkpoints [one at the end]."] = None
+    keep_checkpoints: Annotated[int, "Checkpoints kept, the best one aside."] = 2
+    verify_every: Annotated[int, "Updates between proofs that all ranks hold the same weights."] = 100
+
+    def __post_init__(self) -> None:
+        for name, (kind, _) in options().items():
+            _check_kind(name, getattr(self, name), kind)
+        for name in _AT_LEAST_1:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidRequestError(f"{name} is {value}; it is at least 1", param=name)
+        for name in _POSITIVE:
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise InvalidRequestError(f"{name} is {value}; it is above 0", param=name)
+        for name in _FRACTIONS:
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise InvalidRequestError(f"{name} is {value}; it is at least 0 and below 1", param=name)
+        for name in ("warmup_updates", "weight_decay", "min_learning_rate", "seed"):
+            if not 0 <= (value := getattr(self, name)) < float("inf"):
+                raise InvalidRequestError(f"{name} is {value}; it is at least 0", param=name)
+        if self.max_tokens < 2:
+            raise InvalidRequestError(f"max_tokens is {self.max_tokens}; a row needs at least 2", param="max_tokens")
+        if self.min_learning_rate > self.learning_rate:
+            raise InvalidRequestError("min_learning_rate is above learning_rate", param="min_learning_rate")
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """Refuse what was set and changes nothing."""
+        for useless, names, why in (
+            (self.method == "full", ("rank", "alpha", "dropout"), "method full"),
+            (self.optimizer != "adamw", ("beta1", "beta2", "eps"), f"optimizer {self.optimizer}"),
+            (self.optimizer not in ("muon", "sgd"), ("momentum",), f"optimizer {self.optimizer}"),
+            (self.schedule == "constant", ("min_learning_rate",), "schedule constant"),
+            (not self.sample_prompts, ("sample_tokens",), "no sample_prompts"),
+            (self.eval_every is None, ("patience",), "no eval_every"),
+        ):
+            for name in names:
+                if useless and getattr(self, name) != options()[name][1]:
+                    raise InvalidRequestError(f"{name} has no effect with {why}; leave it out", param=name)
+
+    @property
+    def method_options(self) -> MethodOptions:
+        """The part that `methods.apply` takes."""
+        return MethodOptions(self.method, self.rank, self.alpha, self.dropout, self.targets, self.num_layers)
+
+    def fingerprint(self) -> str:
+        """Of what a resumed run must not change; where it stops and what it reports may."""
+        free = {"epochs", "updates", "eval_every", "patience", "sample_prompts", "sample_tokens", "save_every"}
+        free |= {"keep_checkpoints", "verify_every"}
+        if self.schedule != "constant":
+            free -= {"epochs", "updates"}
+        kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_AT_LEAST_1 = ("rank", "num_layers", "epochs", "updates", "micro_batch_size", "grad_accumulation_steps", "eval_every")
+_AT_LEAST_1 += ("patience", "sample_tokens", "save_every", "keep_checkpoints", "verify_every")
+_POSITIVE = ("alpha", "learning_rate", "eps", "max_grad_norm")
+_FRACTIONS = ("dropout", "beta1", "beta2", "momentum")
+
+
+def options() -> dict[str, tuple[Any, Any]]:
+    """Name → (type, default) of every option."""
+    hints = typing.get_type_hints(TrainConfig)
+    return {one.name: (hints[one.name], one.default) for one in dataclasses.fields(TrainConfig)}
+
+
+def _check_kind(name: str, value: object, kind: Any) -> None:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        if value is None:
+            return
+        kind = next(one for one in arguments if one is not types.NoneType)
+    if origin is Literal:
+        good, wanted = value in arguments, f"one of {', '.join(arguments)}"
+    elif origin is tuple:
+        good, wanted = isinstance(value, tuple) and all(isinstance(one, str) for one in value), "a list of text"
+    elif kind is float:
+        good, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    elif kind is int:
+        good, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    else:
+        good, wanted = isinstance(value, kind), "true or false"
+    if not good:
+        raise InvalidRequestError(f"{name} is {value!r:.160}; it is {wanted}", param=name)
+
+
+def from_mapping(values: Mapping[str, Any], source: str = "") -> TrainConfig:
+    """A config of loose values. Raises InvalidRequestError for an unknown key."""
+    known = options()
+    prefix = f"{source}: " if source else ""
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidRequestError(f"{prefix}unknown option {str(name)!r:.160}{hint}", param=str(name))
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    try:
+        return TrainConfig(**given)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{prefix}{error}", param=error.param) from error
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The values of a .toml, .yaml or .yml file; `from_mapping` checks them. Raises InvalidRequestError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            values = _yaml(text, path)
+        else:
+            raise InvalidRequestError(f"{path}: a config ends in .toml, .yaml or .yml", param="config")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequestError(f"{path}: {error}", param="config") from error
+    if not isinstance(values, dict):
+        raise InvalidRequestError(f"{path}: options and their values are expected", param="config")
+    return values
+
+
+def _yaml(text: str, path: Path) -> object:
+    try:
+        import yaml
+    except ImportError as error:
+        message = f"{path}: YAML needs PyYAML: pip install 'mlxinfer[train]', or write the config as .toml"
+        raise InvalidRequestError(message, param="config") from error
+    try:
+        # YAML 1.1 reads 1e-4 as text; JSON, and people, read it as a number.
+        return {} if (read := yaml.safe_load(text)) is None else _numbers(read)
+    except yaml.YAMLError as error:
+        raise InvalidRequestError(f"{path}: {error}", param="config") from error
+
+
+def _numbers(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    floats = {name for name, (kind, _) in options().items() if kind is float or kind == float | None}
+    return {name: _number(value) if name in floats else value for name, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

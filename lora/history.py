@@ -1,0 +1,101 @@
+"""What happened in a run: its records, as curves and as a page."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mlxinfer.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mlxinfer.lora.callbacks import Record
+
+CURVES = {
+    "loss": "loss (nats per supervised token)",
+    "learning_rate": "learning rate",
+    "tokens_per_second": "tokens per second",
+    "peak_memory_bytes": "peak memory (bytes)",
+}
+
+
+@dataclass(slots=True)
+class History:
+    """The records of a run, in order, and how it ended."""
+
+    records: list[Record] = field(default_factory=list)
+    stopped_early: bool = False
+    best_loss: float | None = None
+    """The lowest evaluation loss, in nats per supervised token."""
+    digest: str = ""
+    """SHA-256 of the final weights."""
+
+    def curve(self, name: str, kind: str = "update") -> list[tuple[int, float]]:
+        """(update, value) of every record of a kind that has the value."""
+        return [(r["update"], r[name]) for r in self.records if r["kind"] == kind and name in r]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each update."""
+        return [value for _, value in self.curve("loss")]
+
+    def plot(self, path: Path | None = None) -> Any:
+        """A matplotlib figure of loss, learning rate, speed and memory, written to `path` as well if one is given.
+
+        Raises InvalidRequestError without matplotlib.
+        """
+        try:
+            figure = importlib.import_module("matplotlib.figure").Figure(figsize=(12, 7), layout="constrained")
+        except ImportError as error:
+            raise InvalidRequestError("plot() needs matplotlib: pip install 'mlxinfer[bench]'") from error
+        for axes, (name, title) in zip(figure.subplots(2, 2).flat, CURVES.items(), strict=True):
+            for kind in ("update", "evaluation"):
+                if points := self.curve(name, kind):
+                    axes.plot(*zip(*points, strict=True), marker="." if kind == "evaluation" else None, label=kind)
+                    axes.legend()
+            axes.set_title(title)
+            axes.set_xlabel("update")
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def write_report(self, path: Path, title: str) -> None:
+        """One HTML page without scripts, foreign files or matplotlib. Raises OSError."""
+        parts = [f"<figure><figcaption>{html.escape(text)}</figcaption>{self._svg(name)}</figure>"
+                 for name, text in CURVES.items()]  # fmt: skip
+        samples = [f"<p>update {r['update']}: <b>{html.escape(r['prompt'])}</b>{html.escape(r['text'])}</p>"
+                   for r in self.records if r["kind"] == "sample"]  # fmt: skip
+        name = html.escape(title)
+        path.write_text(
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
+            "<style>body{font:16px sans-serif;max-width:60rem;margin:auto;padding:1rem}"
+            "figure{margin:1rem 0}svg{width:100%;border:1px solid #8888}</style>"
+            f"<h1>{name}</h1>{''.join(parts)}{''.join(samples)}</html>\n",
+            encoding="utf-8",
+        )
+
+    def _svg(self, name: str, width: int = 800, height: int = 220) -> str:
+        curves = [(kind, self.curve(name, kind)) for kind in ("update", "evaluation")]
+        points = [(x, y) for _, curve in curves for x, y in curve if math.isfinite(y)]
+        if not points:
+            return "<p>nothing recorded</p>"
+        left, right = min(x for x, _ in points), max(x for x, _ in points)
+        low, high = min(y for _, y in points), max(y for _, y in points)
+        lines: list[str] = []
+        for kind, curve in curves:
+            at = " ".join(
+                f"{10 + (width - 20) * (x - left) / ((right - left) or 1):.1f},"
+                f"{height - 10 - (height - 20) * (y - low) / ((high - low) or 1):.1f}"
+                for x, y in curve
+                if math.isfinite(y)
+            )
+            colour = "#06c" if kind == "update" else "#c30"
+            lines.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{at}"/>')
+        return (
+            f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(lines)}'
+            f'<text x="12" y="20">{high:.4g}</text><text x="12" y="{height - 14}">{low:.4g}</text></svg>'
+        )

@@ -1,0 +1,73 @@
+"""Data-parallel training on a real ring over loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from mlxinfer.lora import TrainConfig, train
+from mlxinfer.lora.batches import PaddedBatches
+from tests.unit.lora.rows import model, rows
+from tests.unit.lora.test_trainer import weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def run_ring(folder: Path, ranks: int, size: int, steps: int) -> list[dict[str, object]]:
+    """One process a rank, joined by a host file, as mlx.launch starts them."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(ranks)]
+    hosts = [[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]
+    for one in sockets:
+        one.close()
+    (folder / "hosts.json").write_text(json.dumps(hosts))
+    command = [sys.executable, "-m", "tests.unit.lora.ring", str(folder), str(size), str(steps)]
+    started = [
+        subprocess.Popen(command, env=os.environ | {"MLX_RANK": str(r), "MLX_HOSTFILE": str(folder / "hosts.json")})
+        for r in range(ranks)
+    ]
+    try:
+        assert [one.wait(120) for one in started] == [0] * ranks
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    return [json.loads((folder / f"rank-{r}.json").read_text()) for r in range(ranks)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "size", "steps"), [(2, 1, 4), (2, 4, 1), (4, 1, 2), (4, 2, 1)])
+def test_a_ring_has_the_gradients_of_one_rank_and_trains_each_row_once(
+    tmp_path: Path, ranks: int, size: int, steps: int
+) -> None:
+    alone = model()
+    config = TrainConfig(optimizer="sgd", momentum=0.0, learning_rate=1.0, updates=1, micro_batch_size=8)
+    train(alone, None, rows(8), None, config)
+    found = run_ring(tmp_path, ranks, size, steps)
+    for rank, one in enumerate(found):
+        assert one["size"] == ranks
+        other = np.load(tmp_path / f"weights-{rank}.npz")
+        assert max(float(np.abs(other[name] - value).max()) for name, value in weights(alone).items()) <= 1e-6
+        assert one["digest"] == found[0]["digest"]
+        assert one["differ"] == "update 7: the weights of ranks [1] differ from those of rank 0"
+    seen = Counter(tuple(row) for one in found for row in one["seen"])  # type: ignore[union-attr]
+    wanted = Counter(row.token_ids for row in rows(11).items for _ in range(2))
+    wanted.update(row.token_ids for row in rows(5).items)  # the evaluation at the end
+    assert seen == wanted
+
+
+def test_ranks_share_out_each_update_without_overlap_or_gap() -> None:
+    data = rows(23).items
+    for size in (1, 2, 4):
+        batches = PaddedBatches(data, micro_batch_size=2, steps=3, seed=5, max_tokens=64)
+        plans = [batches.plan(1, rank, size) for rank in range(size)]
+        assert len({len(plan) for plan in plans}) == 1
+        assert sorted(i for plan in plans for update in plan for items in update for i in items) == list(range(23))

@@ -1,0 +1,184 @@
+"""The loop of the trainer on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxinfer.errors import InvalidRequestError, TrainingError
+from mlxinfer.lora import Callback, TrainConfig, train
+from mlxinfer.lora.evaluate import cross_entropy
+from mlxinfer.lora.parallel import digest_of
+from tests.unit.lora.rows import Rows, model, rows
+
+
+def weights(net: Any) -> dict[str, np.ndarray]:
+    return {name: np.array(value) for name, value in tree_flatten(net.trainable_parameters())}
+
+
+def test_a_tiny_model_learns_its_rows() -> None:
+    history = train(model(), None, rows(4), None, TrainConfig(updates=40, micro_batch_size=4, learning_rate=1e-2))
+    assert len(history.losses) == 40
+    assert history.losses[-1] < history.losses[0] - 1.5
+
+
+@pytest.mark.parametrize("method", ["lora", "rslora", "dora", "full"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])
+def test_each_method_and_optimizer_lowers_the_loss(method: str, optimizer: str) -> None:
+    rate = {"adamw": 3e-3, "adafactor": 3e-3, "muon": 1e-2, "sgd": 3e-2}[optimizer]
+    config = TrainConfig(
+        method=method,  # type: ignore[arg-type]
+        optimizer=optimizer,  # type: ignore[arg-type]
+        updates=12,
+        micro_batch_size=4,
+        learning_rate=rate,
+    )
+    losses = train(model(), None, rows(4), None, config).losses
+    assert losses[-1] < losses[0] - 0.01
+
+
+def test_gradients_do_not_depend_on_how_an_update_is_split() -> None:
+    found = []
+    for size, steps in ((1, 8), (2, 4), (8, 1)):
+        # One step of SGD at rate 1 from the same weights: the change is the gradient.
+        net = model()
+        config = TrainConfig(
+            optimizer="sgd", momentum=0.0, learning_rate=1.0, updates=1, micro_batch_size=size,
+            grad_accumulation_steps=steps,
+        )  # fmt: skip
+        train(net, None, rows(8), None, config)
+        found.append(weights(net))
+    for other in found[1:]:
+        assert max(float(np.abs(other[name] - value).max()) for name, value in found[0].items()) <= 1e-6
+    assert max(float(np.abs(value).max()) for name, value in found[0].items() if "lora_b" in name) > 1e-3
+
+
+def test_an_update_is_the_mean_over_supervised_tokens_not_over_rows() -> None:
+    data = rows(6)
+    history = train(model(), None, data, None, TrainConfig(updates=1, grad_accumulation_steps=6))
+    net, total, count = model(), 0.0, 0
+    for row in data.items:
+        logits = net(mx.array([row.token_ids]))[0]
+        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        for place in range(1, len(row.token_ids)):
+            if row.supervised[place]:
+                total -= logs[place - 1, row.token_ids[place]].item()
+                count += 1
+    assert history.losses[0] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_every_row_is_trained_once_an_epoch_the_remainder_too() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def counting(net: Any, batch: Any) -> Any:
+        for row, segment in zip(np.array(batch.inputs), np.array(batch.segments), strict=True):
+            seen.append(tuple(int(i) for i in row[segment == 1]))
+        return cross_entropy(net, batch)
+
+    data = rows(7)
+    train(
+        model(), None, data, None, TrainConfig(epochs=2, micro_batch_size=2, grad_accumulation_steps=2), loss=counting
+    )
+    assert sorted(seen) == sorted([row.token_ids for row in data.items] * 2)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_checkpointing_gives_the_same_weights_and_is_undone(method: str) -> None:
+    found = []
+    for recompute in (False, True):
+        net = model()
+        kinds = [type(block) for block in net.layers]
+        config = TrainConfig(method=method, updates=4, grad_checkpointing=recompute)  # type: ignore[arg-type]
+        train(net, None, rows(4), None, config)
+        assert [type(block) for block in net.layers] == kinds
+        found.append(weights(net))
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, atol=1e-6)
+
+
+def test_five_runs_in_a_process_cost_the_same_forwards_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    block: Any = type(model().layers[0])
+    own, calls = block.__call__, []
+    monkeypatch.setattr(block, "__call__", lambda self, *args, **kwargs: calls.append(1) or own(self, *args, **kwargs))
+    forwards, memory = [], []
+    net = model()
+    for _ in range(5):
+        calls.clear()
+        train(net, None, rows(2), None, TrainConfig(updates=3, grad_checkpointing=True))
+        forwards.append(len(calls))
+        mx.clear_cache()
+        memory.append(mx.get_active_memory())
+    assert forwards == [3 * 2 * 2] * 5  # updates, blocks, (forward, again going back)
+    assert memory[-1] == memory[1]
+
+
+def test_a_loss_that_is_no_number_names_update_and_row_and_keeps_the_state(tmp_path: Any) -> None:
+    data = rows(4)
+    bad = data.items[2].token_ids
+
+    def poisoned(net: Any, batch: Any) -> Any:
+        total, count = cross_entropy(net, batch)
+        hit = bool((np.array(batch.inputs)[0, : len(bad)] == bad).all()) and calls["update"] >= 1
+        return (total * mx.array(float("nan")) if hit else total), count
+
+    calls = {"update": 0}
+
+    class Count(Callback):
+        def on_record(self, record: dict[str, Any]) -> None:
+            calls["update"] += 1
+            calls["digest"] = digest_of(dict(tree_flatten(net.trainable_parameters())))  # type: ignore[assignment]
+
+    net = model()
+    config = TrainConfig(updates=5, grad_accumulation_steps=4)
+    with pytest.raises(TrainingError, match=r"update 2: the loss is nan.*rows\.jsonl:3$"):
+        train(net, None, data, None, config, callbacks=[Count()], folder=tmp_path, loss=poisoned)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000001"]
+    assert digest_of(dict(tree_flatten(net.trainable_parameters()))) == calls["digest"]
+
+
+def test_early_stopping_keeps_the_best_adapter(tmp_path: Any) -> None:
+    config = TrainConfig(
+        updates=60, micro_batch_size=4, learning_rate=5e-2, eval_every=1, patience=3, sample_prompts=("the",),
+        sample_tokens=3,
+    )  # fmt: skip
+    history = train(model(), None, rows(4), rows(4, seed=1), config, folder=tmp_path)
+    losses = [value for _, value in history.curve("loss", "evaluation")]
+    assert history.stopped_early
+    assert losses.index(min(losses)) == len(losses) - 4
+    assert history.best_loss == min(losses)
+    kept = json.loads((tmp_path / "adapter_config.json").read_text())["mlxinfer"]
+    assert kept == {"updates": len(losses), "best_update": len(losses) - 3}
+    best = mx.load(str(tmp_path / "checkpoints" / "best" / "weights.safetensors"))
+    adapter = mx.load(str(tmp_path / "adapters.safetensors"))
+    assert digest_of(best) == digest_of(adapter)  # type: ignore[arg-type]
+
+
+def test_ctrl_c_leaves_a_checkpoint_that_resumes_to_the_same_bits(tmp_path: Any) -> None:
+    config = TrainConfig(updates=8, dropout=0.2, grad_accumulation_steps=2)
+    whole = train(model(), None, rows(6), None, config, folder=tmp_path / "whole")
+
+    class Press(Callback):
+        def on_record(self, record: dict[str, Any]) -> None:
+            if record["update"] == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(model(), None, rows(6), None, config, callbacks=[Press()], folder=tmp_path / "cut")
+    assert [path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()] == ["update-00000003"]
+    resumed = train(model(), None, rows(6), None, config, folder=tmp_path / "cut", resume=True)
+    assert resumed.digest == whole.digest
+    assert resumed.losses == whole.losses
+
+
+def test_an_option_or_a_row_that_is_missing_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="eval_every has no effect"):
+        train(model(), None, rows(2), None, TrainConfig(eval_every=2))
+    with pytest.raises(InvalidRequestError, match="no row"):
+        train(model(), None, Rows(()), None, TrainConfig())
