@@ -1,92 +1,136 @@
-"""Which rows make which update, and rows as padded batches of one segment each."""
+"""Which rows make which update, and a micro-batch of them as arrays."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
-import numpy as np
 
-from mlxinfer.lora.types import Batch
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.lora.collate import collate
+from mlxinfer.lora.data.order import epoch_order
+from mlxinfer.lora.losses.examples import mismatched
+from mlxinfer.lora.packing import bucket, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mlxinfer.lora.types import Example
+    from mlxinfer.lora.types import Batch, Example, Judged
 
+Unit = tuple["Example", ...]
+"""What stays together: one example, or the two of a pair."""
+Micro = tuple[tuple[int, ...], ...]
+"""A micro-batch: rows of unit numbers."""
 WIDTH_STEP = 32
-"""Widths are this times a power of two: a 2048-token limit has seven shapes."""
+"""Widths are multiples of this; of a larger number where that would be more than MAX_SHAPES."""
+MAX_SHAPES = 64
 
 
 class Batches(Protocol):
-    """Items as updates; the trainer keeps nothing but the place in the epoch."""
+    """Rows as updates; the trainer keeps nothing but the place in the epoch."""
 
-    def plan(self, epoch: int, rank: int, size: int) -> Sequence[Sequence[tuple[int, ...]]]:
-        """This rank's part of each update of an epoch: micro-batches of item numbers, some of them perhaps none.
+    def plan(self, epoch: int, rank: int, size: int) -> Sequence[Sequence[Micro]]:
+        """This rank's part of each update of an epoch, some of them perhaps empty.
 
-        The same for the same arguments. Over the ranks, every item is there once.
+        The same for the same arguments. Over the ranks, every unit is there once.
         """
         ...
 
-    def batch(self, items: tuple[int, ...]) -> Batch:
+    def batch(self, micro: Micro) -> Batch:
         """The arrays of a micro-batch."""
         ...
 
-    def where(self, items: tuple[int, ...]) -> list[str]:
-        """The file:line of each."""
+    def where(self, micro: Micro) -> list[str]:
+        """The file:line of each unit."""
         ...
 
 
-class PaddedBatches:
-    """One example a row. Rows of near length stand together inside an update, so no update depends on the split."""
+class UnitBatches:
+    """An update is `micro_batch_size * steps * ranks` units. How it is computed changes its speed and nothing else.
+
+    Packed, its units share rows as wide as the longest allowed, computed one at a time; otherwise each example has a
+    row, and updates are of similar length.
+    """
 
     def __init__(
-        self, examples: Sequence[Example], *, micro_batch_size: int, steps: int, seed: int, max_tokens: int
+        self,
+        units: Sequence[Unit],
+        *,
+        micro_batch_size: int,
+        steps: int,
+        seed: int,
+        max_tokens: int,
+        packed: bool,
     ) -> None:
-        self._examples = examples
-        self._size, self._steps, self._seed, self._limit = micro_batch_size, steps, seed, max_tokens
+        self._units = units
+        self._size, self._steps, self._seed, self.packed = micro_batch_size, steps, seed, packed
+        for unit in units:
+            for example in unit:
+                if (length := len(example.token_ids)) > max_tokens:
+                    raise InvalidRequestError(
+                        f"{example.where}: the row has {length:,} tokens and max_tokens is {max_tokens:,}: cut it, or "
+                        "raise the limit",
+                        param="max_tokens",
+                    )
+        self._lengths = [sum(len(example.token_ids) for example in unit) for unit in units]
+        self._width = max([max_tokens, *self._lengths]) if packed else max_tokens
+        steps_of_width = -(-self._width // (MAX_SHAPES * WIDTH_STEP))
+        self._step = WIDTH_STEP * steps_of_width
 
-    def plan(self, epoch: int, rank: int, size: int) -> list[list[tuple[int, ...]]]:
-        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._examples))
+    def plan(self, epoch: int, rank: int, size: int) -> list[list[Micro]]:
         whole = self._size * self._steps * size
-        updates: list[list[tuple[int, ...]]] = []
-        for start in range(0, len(order), whole):
-            rows = sorted((int(i) for i in order[start : start + whole]), key=self._length)
-            micro = [tuple(rows[at : at + self._size]) for at in range(0, len(rows), self._size)]
-            updates.append(micro[rank::size])
-        return updates
+        if not self.packed:
+            updates = bucket(self._lengths, whole, seed=self._seed, epoch=epoch)
+            return [self._padded(update)[rank::size] for update in updates]
+        order = epoch_order(len(self._units), self._seed, epoch).tolist()
+        updates = [order[start : start + whole] for start in range(0, len(order), whole)]
+        return [self._packed(update, epoch, size)[rank::size] for update in updates]
 
-    def batch(self, items: tuple[int, ...]) -> Batch:
-        rows = [self._examples[i] for i in items]
-        width = WIDTH_STEP
-        while width < max(len(row.token_ids) for row in rows):
-            width *= 2
-        return padded(rows, min(width, max(self._limit, 2)))
+    def _padded(self, update: Sequence[int]) -> list[Micro]:
+        near = sorted(update, key=lambda unit: (self._lengths[unit], unit))
+        return [tuple((unit,) for unit in near[at : at + self._size]) for at in range(0, len(near), self._size)]
 
-    def where(self, items: tuple[int, ...]) -> list[str]:
-        return [self._examples[i].where for i in items]
+    def _packed(self, update: Sequence[int], epoch: int, size: int) -> list[Micro]:
+        lengths = [self._lengths[unit] for unit in update]
+        # Every rank gets as much to do.
+        share = -(-sum(lengths) // size)
+        width = min(self._width, max(*lengths, share)) if size > 1 else self._width
+        rows = pack(lengths, width, seed=self._seed, epoch=epoch)
+        rows.sort(key=lambda row: -sum(lengths[at] for at in row))
+        return [(tuple(update[at] for at in row),) for row in rows]
 
-    def _length(self, item: int) -> tuple[int, int]:
-        return len(self._examples[item].token_ids), item
+    def batch(self, micro: Micro) -> Batch:
+        if self.packed:
+            rows = [[example for unit in row for example in self._units[unit]] for row in micro]
+        else:
+            rows = [[example] for row in micro for unit in row for example in self._units[unit]]
+        return self._collated(rows)
+
+    def _collated(self, rows: Sequence[Sequence[Example]]) -> Batch:
+        longest = max(sum(len(example.token_ids) for example in row) for row in rows)
+        return collate(rows, -(-longest // self._step) * self._step)
+
+    def where(self, micro: Micro) -> list[str]:
+        return [self._units[unit][0].where for row in micro for unit in row]
 
 
-def padded(rows: Sequence[Example], width: int) -> Batch:
-    """[len(rows), width]; each row is one segment. Rows are at most `width` tokens long."""
-    shape = len(rows), width
-    inputs, targets, segments = (np.zeros(shape, np.int32) for _ in range(3))
-    weights = np.zeros(shape, np.float32)
-    for number, row in enumerate(rows):
-        length = len(row.token_ids)
-        inputs[number, :length] = row.token_ids
-        targets[number, : length - 1] = row.token_ids[1:]
-        weights[number, : length - 1] = row.supervised[1:]
-        segments[number, :length] = 1
-    return Batch(
-        inputs=mx.array(inputs),
-        targets=mx.array(targets),
-        weights=mx.array(weights),
-        segments=mx.array(segments),
-        num_examples=len(rows),
-        num_tokens=sum(len(row.token_ids) for row in rows),
-        num_targets=int(weights.sum()),
-    )
+class JudgedBatches(UnitBatches):
+    """Single answers with a verdict, and each prompt with another row's answer beside: what KTO reads."""
+
+    def __init__(self, rows: Sequence[Judged], **options: int) -> None:
+        super().__init__([(row.example,) for row in rows], packed=False, **options)
+        self._rows = rows
+        if len(rows) < 2:
+            raise InvalidRequestError("kto needs at least two rows: each prompt is tried with another row's answer")
+
+    def batch(self, micro: Micro) -> Batch:
+        numbers = [unit for row in micro for unit in row]
+        own = [self._rows[number] for number in numbers]
+        # A row that is alone borrows the next one's answer.
+        others = mismatched(own if len(own) > 1 else [*own, self._rows[(numbers[0] + 1) % len(self._rows)]])
+        return dataclasses.replace(
+            super().batch(micro),
+            wanted=mx.array([row.wanted for row in own]),
+            mismatched=self._collated([[example] for example in others[: len(own)]]),
+        )

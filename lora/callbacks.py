@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.errors import InvalidRequestError
@@ -43,7 +44,9 @@ class JsonLog(Callback):
         self._file.flush()
 
     def on_record(self, record: Record) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        # JSON has no infinity, and a perplexity may be one.
+        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in record.items()}
+        self._file.write(json.dumps(finite, ensure_ascii=False) + "\n")
         self._file.flush()
 
     def on_end(self) -> None:

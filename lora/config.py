@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 OptimizerName = Literal["adamw", "adafactor", "muon", "sgd"]
+LossName = Literal["sft", "dpo", "orpo", "kto", "simpo", "distill"]
+Packing = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,16 @@ class TrainConfig:
     dropout: Annotated[float, "Dropout before the adapters."] = 0.0
     targets: Annotated[tuple[str, ...], "A layer's name or glob, such as q_proj; all in the blocks without."] = ()
     num_layers: Annotated[int | None, "Train the last N blocks only."] = None
+    loss: Annotated[LossName, "sft imitates; dpo, orpo, simpo prefer; kto judges; distill follows a teacher."] = "sft"
+    beta: Annotated[float | None, "Strength of dpo and kto [0.1] and of simpo [2]."] = None
+    label_smoothing: Annotated[float, "dpo: the part of pairs that may be labelled the wrong way round."] = 0.0
+    odds_weight: Annotated[float, "orpo: weight of the odds ratio beside the imitation."] = 0.1
+    margin: Annotated[float, "simpo: by how much the chosen answer should lead."] = 1.0
+    temperature: Annotated[float, "distill: of both distributions."] = 1.0
+    hard_weight: Annotated[float, "distill: weight of imitation beside the teacher, 0 to 1."] = 0.0
+    packing: Annotated[Packing, "Rows share the width of a batch without seeing each other; auto: where exact."] = (
+        "auto"
+    )
     optimizer: Annotated[OptimizerName, "The optimizer."] = "adamw"
     learning_rate: Annotated[float, "The highest learning rate."] = 1e-4
     weight_decay: Annotated[float, "Weight decay."] = 0.0
@@ -47,8 +59,8 @@ class TrainConfig:
     max_grad_norm: Annotated[float | None, "Scale gradients down to this global norm."] = None
     epochs: Annotated[int | None, "Passes over the data [1, unless updates are given]."] = None
     updates: Annotated[int | None, "Stop after this many optimizer updates."] = None
-    micro_batch_size: Annotated[int, "Rows computed at a time, on each rank."] = 1
-    grad_accumulation_steps: Annotated[int, "Micro-batches of one update, on each rank."] = 1
+    micro_batch_size: Annotated[int, "Rows of an update beside each other, on each rank."] = 1
+    grad_accumulation_steps: Annotated[int, "Times as many rows make one update."] = 1
     max_tokens: Annotated[int, "Tokens of a row at most."] = 2048
     grad_checkpointing: Annotated[bool, "Recompute each block going back: less memory, more time."] = False
     seed: Annotated[int, "Seed of the order of rows, the adapters' first values and dropout."] = 0
@@ -72,11 +84,14 @@ class TrainConfig:
         for name in _FRACTIONS:
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise InvalidRequestError(f"{name} is {value}; it is at least 0 and below 1", param=name)
-        for name in ("warmup_updates", "weight_decay", "min_learning_rate", "seed"):
+        for name in ("warmup_updates", "weight_decay", "min_learning_rate", "seed", "margin"):
             if not 0 <= (value := getattr(self, name)) < float("inf"):
                 raise InvalidRequestError(f"{name} is {value}; it is at least 0", param=name)
         if self.max_tokens < 2:
             raise InvalidRequestError(f"max_tokens is {self.max_tokens}; a row needs at least 2", param="max_tokens")
+        for name, limit in (("label_smoothing", 0.5), ("hard_weight", 1.0)):
+            if not 0 <= (value := getattr(self, name)) <= limit:
+                raise InvalidRequestError(f"{name} is {value}; it is 0 to {limit}", param=name)
         if self.min_learning_rate > self.learning_rate:
             raise InvalidRequestError("min_learning_rate is above learning_rate", param="min_learning_rate")
         self._check_effects()
@@ -90,10 +105,18 @@ class TrainConfig:
             (self.schedule == "constant", ("min_learning_rate",), "schedule constant"),
             (not self.sample_prompts, ("sample_tokens",), "no sample_prompts"),
             (self.eval_every is None, ("patience",), "no eval_every"),
+            (self.loss not in ("dpo", "kto", "simpo"), ("beta",), f"loss {self.loss}"),
+            (self.loss != "dpo", ("label_smoothing",), f"loss {self.loss}"),
+            (self.loss != "orpo", ("odds_weight",), f"loss {self.loss}"),
+            (self.loss != "simpo", ("margin",), f"loss {self.loss}"),
+            (self.loss != "distill", ("temperature", "hard_weight"), f"loss {self.loss}"),
         ):
             for name in names:
                 if useless and getattr(self, name) != options()[name][1]:
                     raise InvalidRequestError(f"{name} has no effect with {why}; leave it out", param=name)
+        if self.method == "full" and self.loss in ("dpo", "kto"):
+            why = f"{self.loss} compares with the model whose adapters are off, and method full has none"
+            raise InvalidRequestError(f"{why}; use lora, or orpo or simpo", param="method")
 
     @property
     def method_options(self) -> MethodOptions:
@@ -112,7 +135,7 @@ class TrainConfig:
 
 _AT_LEAST_1 = ("rank", "num_layers", "epochs", "updates", "micro_batch_size", "grad_accumulation_steps", "eval_every")
 _AT_LEAST_1 += ("patience", "sample_tokens", "save_every", "keep_checkpoints", "verify_every")
-_POSITIVE = ("alpha", "learning_rate", "eps", "max_grad_norm")
+_POSITIVE = ("alpha", "learning_rate", "eps", "max_grad_norm", "beta", "odds_weight", "temperature")
 _FRACTIONS = ("dropout", "beta1", "beta2", "momentum")
 
 
@@ -152,8 +175,9 @@ def from_mapping(values: Mapping[str, Any], source: str = "") -> TrainConfig:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InvalidRequestError(f"{prefix}unknown option {str(name)!r:.160}{hint}", param=str(name))
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    made: Any = TrainConfig
     try:
-        return TrainConfig(**given)
+        return made(**given)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{prefix}{error}", param=error.param) from error
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
+import numpy as np
 
 from mlxinfer import upstream
 from mlxinfer.errors import InvalidRequestError, TrainingError
+from mlxinfer.lora.modes import evaluating
 from mlxinfer.lora.parallel import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    import mlx.nn as nn
 
     from mlxinfer.lora.batches import Batches
-    from mlxinfer.lora.types import Batch, Loss
+    from mlxinfer.lora.types import Loss
     from mlxinfer.tokenizer import Tokenizer
 
 
@@ -34,51 +37,51 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-def cross_entropy(model: nn.Module, batch: Batch) -> tuple[mx.array, mx.array]:
-    """(sum, count) over the whole logits at once, for rows of one segment: the plain form of the supervised loss."""
-    logits = model(batch.inputs).astype(mx.float32)
-    losses = nn.losses.cross_entropy(logits, batch.targets)
-    # Where a weight is 0 nothing counts, not even a NaN times 0.
-    return mx.where(batch.weights > 0, losses * batch.weights, 0.0).sum(), batch.weights.sum()
+def evaluate(
+    model: nn.Module,
+    batches: Batches,
+    loss: Loss,
+    ranks: Ranks | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Over every row once, split over the ranks, without dropout; None where `stop` ended it.
 
-
-def evaluate(model: nn.Module, batches: Batches, loss: Loss, ranks: Ranks | None = None) -> Evaluation:
-    """Over every row once, split over the ranks, without dropout. Raises TrainingError for a loss that is no number."""
+    Raises TrainingError for a loss that is no number.
+    """
     ranks = ranks or Ranks()
     total = count = 0.0
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for update in batches.plan(0, ranks.rank, ranks.size):
-            for items in update:
-                found, supervised = loss(model, batches.batch(items))
-                mx.eval(found, supervised)
-                if not math.isfinite(found.item()):
-                    raise TrainingError(f"evaluation: the loss is {found.item()} in {', '.join(batches.where(items))}")
-                total += float(found.item())
-                count += float(supervised.item())
-    finally:
-        model.train(training)
+            for micro in update:
+                if stop():
+                    return None
+                found, supervised = _numbers(*loss(model, batches.batch(micro)))
+                if not math.isfinite(found):
+                    raise TrainingError(f"evaluation: the loss is {found} in {', '.join(batches.where(micro))}")
+                total += found
+                count += supervised
     total, count = ranks.sums(total, count)
     if not count:
         raise InvalidRequestError("evaluation: no token of these rows is supervised")
     return Evaluation(total / count, int(count))
 
 
+def _numbers(*values: mx.array) -> list[float]:
+    mx.eval(values)
+    return [float(np.array(value)) for value in values]
+
+
 def sample(model: nn.Module, tokenizer: Tokenizer, prompt: str, max_tokens: int, stop: Sequence[int] = ()) -> str:
     """The likeliest continuation. Draws nothing from the RNG, so that a run is the same with samples and without."""
-    training = model.training
-    model.eval()
+    forward: Any = model
     ids: list[int] = []
-    try:
+    with evaluating(model):
         cache = upstream.make_cache(model)
         tokens = tokenizer.encode(prompt)
         for _ in range(max_tokens):
-            logits = model(mx.array([tokens]), cache=cache)
-            ids.append(int(mx.argmax(logits[0, -1]).item()))
+            logits = forward(mx.array([tokens]), cache=cache)
+            ids.append(int(np.array(mx.argmax(logits[0, -1]))))
             if ids[-1] in stop:
                 break
             tokens = ids[-1:]
-    finally:
-        model.train(training)
     return tokenizer.decode(ids)

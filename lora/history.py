@@ -31,6 +31,8 @@ class History:
     stopped_early: bool = False
     best_loss: float | None = None
     """The lowest evaluation loss, in nats per supervised token."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What was decided before the first update: packed, rows, updates."""
     digest: str = ""
     """SHA-256 of the final weights."""
 

@@ -113,6 +113,27 @@ def is_adapted(model: nn.Module) -> bool:
     return any("lora_a" in module for module in model.modules())
 
 
+def check_same(model: nn.Module, options: MethodOptions) -> None:
+    """Raises InvalidRequestError where the adapters that `model` has aren't those of the options."""
+    for path, module in model.named_modules():
+        if "lora_a" not in module:
+            continue
+        held: Any = module
+        kind = "dora" if "m" in module else "lora"
+        asked = "dora" if options.method == "dora" else "lora"
+        for name, own, wanted in (
+            ("method", kind, asked),
+            ("rank", held.lora_a.shape[-1], options.rank),
+            ("scale", held.scale, options.scale),
+        ):
+            if own != wanted:
+                raise InvalidRequestError(
+                    f"the model has adapters already, with {name} {own} on {path}, and {wanted} was asked for: train "
+                    "on with the same, fuse them, or load the model afresh",
+                    param="rank" if name == "scale" else name,
+                )
+
+
 def module_at(model: nn.Module, path: str) -> Any:
     """The module of a dotted path."""
     return dict(model.named_modules())[path]

@@ -30,7 +30,7 @@ def global_norm(gradients: dict[str, mx.array]) -> mx.array:
     return mx.sqrt(sum((g.astype(mx.float32).square().sum() for g in gradients.values()), mx.array(0.0)))
 
 
-def clip(gradients: dict[str, mx.array], norm: mx.array, limit: float) -> dict[str, mx.array]:
+def clip(gradients: dict[str, mx.array], norm: float, limit: float) -> dict[str, mx.array]:
     """Scaled down together so that their global norm is `limit` at most."""
-    factor = mx.minimum(limit / (norm + 1e-6), 1.0)
+    factor = min(limit / (norm + 1e-6), 1.0)
     return {name: (g * factor).astype(g.dtype) for name, g in gradients.items()}

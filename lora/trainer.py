@@ -7,36 +7,39 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import math
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxinfer.errors import InvalidRequestError, TrainingError
-from mlxinfer.lora import checkpoint, methods
+from mlxinfer.lora import checkpoint, methods, objectives
 from mlxinfer.lora.adapter import save_adapter
-from mlxinfer.lora.batches import PaddedBatches
 from mlxinfer.lora.callbacks import Callback, JsonLog, Record, read_log
-from mlxinfer.lora.evaluate import Evaluation, cross_entropy, evaluate, sample
+from mlxinfer.lora.evaluate import evaluate, sample
+from mlxinfer.lora.gradients import Gradients, is_number
 from mlxinfer.lora.history import History
 from mlxinfer.lora.interrupt import Interrupt
 from mlxinfer.lora.optimizers import build_optimizer, clip, global_norm
 from mlxinfer.lora.parallel import Ranks
 from mlxinfer.lora.recompute import recomputed
 from mlxinfer.lora.schedules import learning_rate
+from mlxinfer.lora.state import State, fingerprint_of, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from mlxinfer.lora.batches import Batches
+    import mlx.nn as nn
+
+    from mlxinfer.lora.batches import Batches, Micro
     from mlxinfer.lora.config import TrainConfig
-    from mlxinfer.lora.types import Example, Loss
+    from mlxinfer.lora.types import Loss
     from mlxinfer.tokenizer import Tokenizer
+
+MAX_NAMED = 20
+"""Rows that one message names."""
 
 
 class Rows(Protocol):
@@ -44,33 +47,6 @@ class Rows(Protocol):
 
     @property
     def items(self) -> Sequence[Any]: ...
-
-
-@dataclasses.dataclass(slots=True)
-class State:
-    """Where a run stands; saved with every checkpoint."""
-
-    fingerprint: str
-    update: int = 0
-    """Updates that are done."""
-    epoch: int = 0
-    position: int = 0
-    """Updates of this epoch that are done."""
-    tokens: int = 0
-    best_loss: float | None = None
-    best_update: int = 0
-    evaluations_since_best: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sums:
-    """An update's gradients of the summed loss, over all ranks."""
-
-    gradients: dict[str, mx.array]
-    loss: float
-    count: float
-    tokens: int
-    interrupted: bool
 
 
 def train(
@@ -84,50 +60,50 @@ def train(
     *,
     folder: Path | None = None,
     resume: bool = False,
-    loss: Loss = cross_entropy,
-    batches: Batches | None = None,
-    valid_batches: Batches | None = None,
+    loss: Loss | None = None,
+    teacher: nn.Module | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> History:
     """Train `model` in place and return what happened.
 
     With `folder`, the adapter, the log and the checkpoints go there; with `resume`, its last checkpoint is where the
-    run goes on, to the same bits. `batches` replace one padded example a row.
+    run goes on, to the same bits. `loss` replaces the one that the config names; `teacher` is for distillation.
+    `model_config` is the base's config.json, and `extra` are further keys of adapter_config.json. A model that has
+    adapters already is trained on with these.
 
     Raises InvalidRequestError for what cannot be trained, TrainingError for a loss or a gradient that is no number, for
     ranks that differ and for a checkpoint that cannot be written. KeyboardInterrupt comes after a checkpoint.
     """
     if not train.items:
         raise InvalidRequestError("there is no row to train on")
-    if valid is None and valid_batches is None:
-        for name in ("eval_every",):
-            if getattr(config, name) is not None:
-                raise InvalidRequestError(f"{name} has no effect without rows to evaluate on", param=name)
-    if folder is None and (resume or config.save_every is not None):
-        raise InvalidRequestError("save_every and resume need a folder", param="folder")
-    run = _Run(model, tokenizer, config, Ranks(group), folder, loss)
-    run.batches = batches or _padded(train.items, config)
-    if valid is not None or valid_batches is not None:
-        run.valid = valid_batches or _padded(valid.items if valid else (), config)
-    run.prepare(_fingerprint(config, train.items, run.ranks.size), resume)
+    _check_effects(config, tokenizer, valid, folder, resume=resume)
+    for rows in (train, valid):
+        if rows is not None and loss is None:
+            objectives.check_rows(config, rows.items)
+    run = _Run(model, tokenizer, config, Ranks(group), folder)
+    run.extra = dict(extra or {})
+    run.prepare(train.items, valid.items if valid else None, model_config or {}, loss, teacher)
+    if folder is not None:
+        run.restore(folder / "checkpoints", resume=resume)
     return run.go(callbacks)
 
 
-def _padded(items: Sequence[Example], config: TrainConfig) -> PaddedBatches:
-    return PaddedBatches(
-        items,
-        micro_batch_size=config.micro_batch_size,
-        steps=config.grad_accumulation_steps,
-        seed=config.seed,
-        max_tokens=config.max_tokens,
-    )
-
-
-def _fingerprint(config: TrainConfig, items: Sequence[Any], ranks: int) -> str:
-    """Of the options, the rows and the number of ranks: what a resumed run shares with the one before."""
-    digest = hashlib.sha256(f"{config.fingerprint()} {ranks} ".encode())
-    for item in items:
-        digest.update(repr(item).encode())
-    return digest.hexdigest()
+def _check_effects(
+    config: TrainConfig, tokenizer: Tokenizer | None, valid: Rows | None, folder: Path | None, *, resume: bool
+) -> None:
+    """Refuse what was set and changes nothing in this run."""
+    missing = "rows to evaluate on"
+    for name, here, what in (
+        ("eval_every", valid is not None, missing),
+        ("sample_prompts", valid is not None, missing),
+        ("sample_prompts", tokenizer is not None, "a tokenizer"),
+        ("save_every", folder is not None, "a folder"),
+    ):
+        if not here and getattr(config, name) not in (None, ()):
+            raise InvalidRequestError(f"{name} has no effect without {what}", param=name)
+    if folder is None and resume:
+        raise InvalidRequestError("resume needs a folder", param="folder")
 
 
 class _Run:
@@ -136,45 +112,62 @@ class _Run:
     batches: Batches
     valid: Batches | None = None
     state: State
+    loss: Loss
+    gradients: Gradients
 
     def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Tokenizer | None,
-        config: TrainConfig,
-        ranks: Ranks,
-        folder: Path | None,
-        loss: Loss,
+        self, model: nn.Module, tokenizer: Tokenizer | None, config: TrainConfig, ranks: Ranks, folder: Path | None
     ) -> None:
-        self.model, self.tokenizer, self.config, self.ranks = model, tokenizer, config, ranks
-        self.folder, self.loss = folder, loss
+        self.model, self.tokenizer, self.config, self.ranks, self.folder = model, tokenizer, config, ranks, folder
         self.history = History()
         self.callbacks: list[Callback] = []
+        self.extra: dict[str, Any] = {}
         self.optimizer = build_optimizer(config)
         self.interrupt = Interrupt()
         self.saved = -1
+        self._total = 0
 
-    def prepare(self, fingerprint: str, resume: bool) -> None:
-        """Put the method on the model, and the last checkpoint when the run is resumed."""
-        mx.random.seed(self.config.seed)
-        if not methods.is_adapted(self.model):
-            methods.apply(self.model, self.config.method_options)
-        self.state = State(fingerprint)
+    def prepare(
+        self,
+        items: Sequence[Any],
+        valid: Sequence[Any] | None,
+        facts: Mapping[str, Any],
+        loss: Loss | None,
+        teacher: nn.Module | None,
+    ) -> None:
+        """Put the method on the model, and rows and loss together."""
+        config = self.config
+        mx.random.seed(config.seed)
+        if methods.is_adapted(self.model):
+            methods.check_same(self.model, config.method_options)
+        else:
+            methods.apply(self.model, config.method_options)
+        packed = objectives.is_packed(config, self.model, facts, items)
+        self.loss = loss or objectives.build_loss(config, teacher)
+        self.batches = objectives.batches_of(items, config, packed=packed)
+        if valid is not None:
+            self.valid = objectives.batches_of(valid, config, packed=packed)
+        units = objectives.units_of(items)
+        self.state = State(fingerprint_of(config, items, units, self.ranks.size, packed=packed))
+        self.gradients = Gradients(self.model, self.loss, self.batches, self.ranks, self.interrupt)
         self._total = self._total_updates()
-        if self.folder is None:
-            return
-        checkpoint.mend(self._checkpoints / checkpoint.BEST)
-        found = checkpoint.checkpoints(self._checkpoints)
+        self.history.facts = {"packed": packed, "rows": len(items), "updates": self._total}
+
+    def restore(self, folder: Path, *, resume: bool) -> None:
+        """Put the last checkpoint back when the run is resumed."""
+        checkpoint.mend(folder / checkpoint.BEST)
+        found = checkpoint.checkpoints(folder)
         if found and not resume:
-            message = f"{self._checkpoints} holds the checkpoints of a run: resume it, or use another folder"
+            message = f"{folder} holds the checkpoints of a run: resume it, or use another folder"
             raise InvalidRequestError(message, param="folder")
-        if found:
-            held = checkpoint.load(found[-1], self.model, self.optimizer, fingerprint)
-            self.state = State(**{one.name: held[one.name] for one in dataclasses.fields(State)})
-            self.saved = self.state.update
-            past = read_log(self.folder / "log.jsonl")
-            self.history.records = [r for r in past if r["update"] <= self.state.update]
-            self.history.best_loss = self.state.best_loss
+        if not found:
+            return
+        held = checkpoint.load(found[-1], self.model, self.optimizer, self.state.fingerprint)
+        self.state = State.restored(held)
+        self.saved = self.state.update
+        past = read_log(folder.parent / "log.jsonl")
+        self.history.records = [r for r in past if r["update"] <= self.state.update]
+        self.history.best_loss = self.state.best_loss
 
     @property
     def _checkpoints(self) -> Path:
@@ -219,82 +212,60 @@ class _Run:
                     return
             state.epoch, state.position = state.epoch + 1, 0
 
-    def _step(self, update: Sequence[tuple[int, ...]]) -> None:
-        """One optimizer update. Until its last line nothing of the run has changed."""
+    def _step(self, update: Sequence[Micro]) -> None:
+        """One optimizer update. Until its last lines nothing of the run has changed."""
         state, config = self.state, self.config
         began = time.perf_counter()
-        mx.random.seed(_seed_of(config.seed, state.update, self.ranks.rank))
-        rate = learning_rate(
-            state.update,
+        mx.random.seed(seed_of(config.seed, state.update, self.ranks.rank))
+        sums = self.gradients.sums(update)
+        if sums.interrupted:
+            self._break_off()
+        if not sums.count:
+            self._fail("no token of these rows is supervised", update)
+        gradients = {name: value / sums.count for name, value in sums.gradients.items()}
+        held: Any = global_norm(gradients).item()
+        norm = float(held)
+        if not is_number(sums.loss, norm):
+            self._fail(f"the loss is {sums.loss / sums.count}, the gradients' norm {norm}", update)
+        if config.max_grad_norm is not None:
+            gradients = clip(gradients, norm, config.max_grad_norm)
+        rate = self._rate()
+        self.optimizer.learning_rate = rate
+        self.optimizer.update(self.model, tree_unflatten(list(gradients.items())))
+        mx.eval(self.model.trainable_parameters(), self.optimizer.state)
+        state.update, state.position, state.tokens = state.update + 1, state.position + 1, state.tokens + sums.tokens
+        self._record(
+            "update",
+            epoch=state.epoch,
+            loss=sums.loss / sums.count,
+            learning_rate=rate,
+            grad_norm=norm,
+            tokens=state.tokens,
+            tokens_per_second=sums.tokens / (time.perf_counter() - began),
+            peak_memory_bytes=mx.get_peak_memory(),
+        )
+
+    def _rate(self) -> float:
+        config = self.config
+        return learning_rate(
+            self.state.update,
             peak=config.learning_rate,
             schedule=config.schedule,
             total=self._total,
             warmup=config.warmup_updates,
             floor=config.min_learning_rate,
         )
-        sums = self._sums(update)
-        if sums.interrupted:
-            self._save()
-            raise KeyboardInterrupt
-        if not sums.count:
-            self._fail("no token of these rows is supervised", update)
-        gradients = {name: value / sums.count for name, value in sums.gradients.items()}
-        norm = global_norm(gradients)
-        if not math.isfinite(sums.loss) or not math.isfinite(norm.item()):
-            self._fail(f"the loss is {sums.loss / sums.count}, the gradients' norm {norm.item()}", update)
-        if config.max_grad_norm is not None:
-            gradients = clip(gradients, norm, config.max_grad_norm)
-        self.optimizer.learning_rate = rate
-        self.optimizer.update(self.model, tree_unflatten(list(gradients.items())))
-        mx.eval(self.model.trainable_parameters(), self.optimizer.state)
-        state.update, state.position, state.tokens = state.update + 1, state.position + 1, state.tokens + sums.tokens
-        self._record(
-            {
-                "kind": "update",
-                "update": state.update,
-                "epoch": state.epoch,
-                "loss": sums.loss / sums.count,
-                "learning_rate": rate,
-                "grad_norm": norm.item(),
-                "tokens": state.tokens,
-                "tokens_per_second": sums.tokens / (time.perf_counter() - began),
-                "peak_memory_bytes": mx.get_peak_memory(),
-            }
-        )
 
-    def _sums(self, update: Sequence[tuple[int, ...]]) -> Sums:
-        """Sums over micro-batches and ranks; nothing is divided here, so that no split of the rows matters."""
-        weights = self.model.trainable_parameters()
-        total = {name: mx.zeros(value.shape, mx.float32) for name, value in tree_flatten(weights)}
-        step = nn.value_and_grad(self.model, lambda batch: self.loss(self.model, batch))
-        loss, count, tokens = mx.array(0.0), mx.array(0.0), 0
-        for items in update:
-            if self.interrupt.asked and self.ranks.size == 1:
-                break
-            batch = self.batches.batch(items)
-            (found, supervised), gradients = step(batch)
-            # The trace leaves its own arrays in the model, and with them its graph.
-            self.model.update(weights)
-            for name, value in tree_flatten(gradients):
-                total[name] = total[name] + value.astype(mx.float32)
-            loss, count, tokens = loss + found, count + supervised, tokens + batch.num_tokens
-            mx.eval(total, loss, count)
-        total = self.ranks.sum(total)
-        sums = self.ranks.sums(loss.item(), count.item(), tokens, float(self.interrupt.asked))
-        mx.eval(total)
-        return Sums(total, sums[0], sums[1], int(sums[2]), bool(sums[3]))
+    def _break_off(self) -> None:
+        self._save()
+        raise KeyboardInterrupt
 
-    def _fail(self, what: str, update: Sequence[tuple[int, ...]]) -> None:
+    def _fail(self, what: str, update: Sequence[Micro]) -> None:
         """Keep the last good state and say which rows it was."""
-        guilty = [items for items in update if not self._is_finite(items)] or list(update)
-        rows = [row for items in guilty for row in self.batches.where(items)]
-        if self.folder is not None:
-            self._save()
-        more = f" and {len(rows) - 20} more" if len(rows) > 20 else ""
-        raise TrainingError(f"update {self.state.update + 1}: {what}, in {', '.join(rows[:20])}{more}")
-
-    def _is_finite(self, items: tuple[int, ...]) -> bool:
-        return math.isfinite(self.loss(self.model, self.batches.batch(items))[0].item())
+        self._save()
+        rows = self.gradients.guilty(update)
+        more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
+        raise TrainingError(f"update {self.state.update + 1}: {what}, in {', '.join(rows[:MAX_NAMED])}{more}")
 
     def _between(self) -> bool:
         """Evaluate, save and verify as the config says; whether this was the last update."""
@@ -309,12 +280,16 @@ class _Run:
         if self.ranks.size > 1 and (last or state.update % config.verify_every == 0):
             self.ranks.check_equal(self._weights(), state.update)
         due = config.save_every is not None and state.update % config.save_every == 0
-        if self.folder is not None and (last or early or due or better):
+        if last or early or due or better:
             self._save(best=better)
         return last or early
 
     def _evaluate(self, valid: Batches) -> bool:
-        found = evaluate(self.model, valid, self.loss, self.ranks)
+        alone = self.ranks.size == 1
+        found = evaluate(self.model, valid, self.loss, self.ranks, lambda: alone and self.interrupt.asked)
+        if found is None:
+            self._break_off()
+            return False
         state = self.state
         better = state.best_loss is None or found.loss < state.best_loss
         if better:
@@ -322,11 +297,12 @@ class _Run:
         else:
             state.evaluations_since_best += 1
         self.history.best_loss = state.best_loss
-        self._record({"kind": "evaluation", "update": state.update, **_numbers(found)})
+        imitates = {"perplexity": found.perplexity} if self.config.loss == "sft" else {}
+        self._record("evaluation", loss=found.loss, **imitates, targets=found.num_targets)
         for prompt in self.config.sample_prompts if self.tokenizer else ():
             assert self.tokenizer is not None
             text = sample(self.model, self.tokenizer, prompt, self.config.sample_tokens)
-            self._record({"kind": "sample", "update": state.update, "prompt": prompt, "text": text})
+            self._record("sample", prompt=prompt, text=text)
         return better
 
     def _save(self, *, best: bool = False) -> None:
@@ -347,7 +323,8 @@ class _Run:
         if self.state.best_loss is not None and best.is_dir() and self.state.best_update != self.state.update:
             weights = checkpoint.read_tensors(best / "weights.safetensors")
             checkpoint.load_weights(self.model, weights, str(best))
-        extra = {"mlxinfer": {"updates": self.state.update, "best_update": self.state.best_update or None}}
+        told = {"updates": self.state.update, "best_update": self.state.best_update or None}
+        extra = {**self.extra, "mlxinfer": {**self.extra.get("mlxinfer", {}), **told}}
         save_adapter(folder, self.model, self.config.method_options, extra)
         self.model.load_weights(list(last.items()), strict=False)
         self.history.write_report(folder / "report.html", f"Training of {folder.name}")
@@ -355,19 +332,11 @@ class _Run:
     def _weights(self) -> dict[str, mx.array]:
         return dict(tree_flatten(self.model.trainable_parameters()))
 
-    def _record(self, record: Record) -> None:
+    def _record(self, kind: str, **values: Any) -> None:
+        record: Record = {"kind": kind, "update": self.state.update, **values}
         self.history.records.append(record)
         self._tell("on_record", record)
 
     def _tell(self, event: str, *what: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(*what)
-
-
-def _numbers(found: Evaluation) -> Record:
-    return {"loss": found.loss, "perplexity": found.perplexity, "targets": found.num_targets}
-
-
-def _seed_of(seed: int, update: int, rank: int) -> int:
-    digest = hashlib.sha256(f"{seed} {update} {rank}".encode()).digest()
-    return int.from_bytes(digest[:8], "big")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from mlxinfer.lora.types import Example
@@ -33,3 +35,9 @@ def rows(count: int, seed: int = 0, longest: int = 24) -> Rows:
 def model(**changes: object) -> Any:
     """A Llama of two layers, the same each time."""
     return tiny.build_model(tiny.config(num_hidden_layers=2, **changes), scale=1.0)
+
+
+def cross_entropy(net: Any, batch: Any) -> Any:
+    """(sum, count) over the whole logits at once, for rows of one segment: the plain form of the supervised loss."""
+    losses = nn.losses.cross_entropy(net(batch.inputs).astype(mx.float32), batch.targets)
+    return (losses * batch.weights).sum(), batch.weights.sum()

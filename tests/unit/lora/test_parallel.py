@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mlxinfer.lora import TrainConfig, train
-from mlxinfer.lora.batches import PaddedBatches
+from mlxinfer.lora.batches import UnitBatches
 from tests.unit.lora.rows import model, rows
 from tests.unit.lora.test_trainer import weights
 
@@ -64,10 +64,17 @@ def test_a_ring_has_the_gradients_of_one_rank_and_trains_each_row_once(
     assert seen == wanted
 
 
-def test_ranks_share_out_each_update_without_overlap_or_gap() -> None:
-    data = rows(23).items
-    for size in (1, 2, 4):
-        batches = PaddedBatches(data, micro_batch_size=2, steps=3, seed=5, max_tokens=64)
-        plans = [batches.plan(1, rank, size) for rank in range(size)]
-        assert len({len(plan) for plan in plans}) == 1
-        assert sorted(i for plan in plans for update in plan for items in update for i in items) == list(range(23))
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_share_out_each_update_without_overlap_or_gap(packed: bool, size: int) -> None:
+    units = [(row,) for row in rows(23).items]
+    batches = UnitBatches(units, micro_batch_size=2, steps=3, seed=5, max_tokens=64, packed=packed)
+    plans = [batches.plan(1, rank, size) for rank in range(size)]
+    assert len({len(plan) for plan in plans}) == 1
+    updates = [[micro for plan in plans for micro in plan[at]] for at in range(len(plans[0]))]
+    members = [sorted(unit for micro in update for row in micro for unit in row) for update in updates]
+    assert sorted(unit for update in members for unit in update) == list(range(23))
+    assert [len(update) for update in members[:-1]] == [6 * size] * (len(members) - 1)
+    if packed and size > 1:
+        work = [sum(len(units[u][0].token_ids) for micro in plan[0] for row in micro for u in row) for plan in plans]
+        assert max(work) <= 2 * min(work)
