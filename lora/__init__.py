@@ -5,6 +5,7 @@ from mlxinfer.lora.callbacks import Callback
 from mlxinfer.lora.config import TrainConfig
 from mlxinfer.lora.evaluate import Evaluation, evaluate
 from mlxinfer.lora.history import History
+from mlxinfer.lora.job import fine_tune
 from mlxinfer.lora.methods import MethodOptions, adapter_off, apply
 from mlxinfer.lora.trainer import train
 
@@ -17,6 +18,7 @@ __all__ = [
     "adapter_off",
     "apply",
     "evaluate",
+    "fine_tune",
     "load_adapter",
     "save_adapter",
     "train",

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
-import tomllib
-import types
-import typing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.lora.methods import Method, MethodOptions
+from mlxinfer.lora.options import options_of
 from mlxinfer.lora.schedules import Schedule  # noqa: TC001 (the options' types are read when the program runs)
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
 
 OptimizerName = Literal["adamw", "adafactor", "muon", "sgd"]
 LossName = Literal["sft", "dpo", "orpo", "kto", "simpo", "distill"]
@@ -73,8 +65,8 @@ class TrainConfig:
     verify_every: Annotated[int, "Updates between proofs that all ranks hold the same weights."] = 100
 
     def __post_init__(self) -> None:
-        for name, (kind, _) in options().items():
-            _check_kind(name, getattr(self, name), kind)
+        for name, option in options_of(TrainConfig).items():
+            option.check(getattr(self, name))
         for name in _AT_LEAST_1:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidRequestError(f"{name} is {value}; it is at least 1", param=name)
@@ -112,7 +104,7 @@ class TrainConfig:
             (self.loss != "distill", ("temperature", "hard_weight"), f"loss {self.loss}"),
         ):
             for name in names:
-                if useless and getattr(self, name) != options()[name][1]:
+                if useless and getattr(self, name) != options_of(TrainConfig)[name].default:
                     raise InvalidRequestError(f"{name} has no effect with {why}; leave it out", param=name)
         if self.method == "full" and self.loss in ("dpo", "kto"):
             why = f"{self.loss} compares with the model whose adapters are off, and method full has none"
@@ -137,90 +129,3 @@ _AT_LEAST_1 = ("rank", "num_layers", "epochs", "updates", "micro_batch_size", "g
 _AT_LEAST_1 += ("patience", "sample_tokens", "save_every", "keep_checkpoints", "verify_every")
 _POSITIVE = ("alpha", "learning_rate", "eps", "max_grad_norm", "beta", "odds_weight", "temperature")
 _FRACTIONS = ("dropout", "beta1", "beta2", "momentum")
-
-
-def options() -> dict[str, tuple[Any, Any]]:
-    """Name → (type, default) of every option."""
-    hints = typing.get_type_hints(TrainConfig)
-    return {one.name: (hints[one.name], one.default) for one in dataclasses.fields(TrainConfig)}
-
-
-def _check_kind(name: str, value: object, kind: Any) -> None:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        if value is None:
-            return
-        kind = next(one for one in arguments if one is not types.NoneType)
-    if origin is Literal:
-        good, wanted = value in arguments, f"one of {', '.join(arguments)}"
-    elif origin is tuple:
-        good, wanted = isinstance(value, tuple) and all(isinstance(one, str) for one in value), "a list of text"
-    elif kind is float:
-        good, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
-    elif kind is int:
-        good, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    else:
-        good, wanted = isinstance(value, kind), "true or false"
-    if not good:
-        raise InvalidRequestError(f"{name} is {value!r:.160}; it is {wanted}", param=name)
-
-
-def from_mapping(values: Mapping[str, Any], source: str = "") -> TrainConfig:
-    """A config of loose values. Raises InvalidRequestError for an unknown key."""
-    known = options()
-    prefix = f"{source}: " if source else ""
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidRequestError(f"{prefix}unknown option {str(name)!r:.160}{hint}", param=str(name))
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    made: Any = TrainConfig
-    try:
-        return made(**given)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"{prefix}{error}", param=error.param) from error
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The values of a .toml, .yaml or .yml file; `from_mapping` checks them. Raises InvalidRequestError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            values: Any = tomllib.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            values = _yaml(text, path)
-        else:
-            raise InvalidRequestError(f"{path}: a config ends in .toml, .yaml or .yml", param="config")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidRequestError(f"{path}: {error}", param="config") from error
-    if not isinstance(values, dict):
-        raise InvalidRequestError(f"{path}: options and their values are expected", param="config")
-    return values
-
-
-def _yaml(text: str, path: Path) -> object:
-    try:
-        import yaml
-    except ImportError as error:
-        message = f"{path}: YAML needs PyYAML: pip install 'mlxinfer[train]', or write the config as .toml"
-        raise InvalidRequestError(message, param="config") from error
-    try:
-        # YAML 1.1 reads 1e-4 as text; JSON, and people, read it as a number.
-        return {} if (read := yaml.safe_load(text)) is None else _numbers(read)
-    except yaml.YAMLError as error:
-        raise InvalidRequestError(f"{path}: {error}", param="config") from error
-
-
-def _numbers(values: Any) -> Any:
-    if not isinstance(values, dict):
-        return values
-    floats = {name for name, (kind, _) in options().items() if kind is float or kind == float | None}
-    return {name: _number(value) if name in floats else value for name, value in values.items()}
-
-
-def _number(value: Any) -> Any:
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping  # noqa: TC003 (the options' types are read when the program runs)
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.lora.options import options_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mlxinfer.lora.types import Example, Judged, Pair
 
 Supervise = Literal["assistant", "last", "all"]
@@ -24,30 +24,27 @@ Kind = Literal["sft", "preference", "judged"]
 class DataOptions:
     """How rows become tokens. Raises InvalidRequestError for a value that is none of the choices."""
 
-    max_tokens: int = 2048
-    """Tokens of a row at most."""
-    supervise: Supervise = "assistant"
-    """Every assistant turn, the last one only, or every token but the first. Plain text is always learnt whole."""
-    overlong: Overlong = "cut"
-    """A row with more than `max_tokens`: its end is cut off, it is dropped, or it is an error."""
-    bad_rows: BadRow = "error"
-    """A row that cannot be used ends the reading, with all such rows named, or is dropped and counted."""
-    completion_style: CompletionStyle = "auto"
-    """Whether prompts and completions that are strings go through the chat template; auto: where there is one."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as `enable_thinking`."""
+    max_tokens: Annotated[int, "Tokens of a row at most."] = 2048
+    supervise: Annotated[
+        Supervise, "Every assistant turn, the last one, or every token; plain text is learnt whole."
+    ] = "assistant"
+    overlong: Annotated[Overlong, "A row above max_tokens: its end is cut off, it is dropped, or it is an error."] = (
+        "cut"
+    )
+    bad_rows: Annotated[BadRow, "A row that cannot be used ends the reading, or is dropped and counted."] = "error"
+    completion_style: Annotated[
+        CompletionStyle,
+        "Whether prompts and completions as strings go through the chat template; auto: if there is one.",
+    ] = "auto"
+    template_kwargs: Annotated[Mapping[str, Any], "Variables for the chat template, such as enable_thinking."] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
+        for name, option in options_of(DataOptions).items():
+            option.check(getattr(self, name))
         if self.max_tokens < 2:
             raise InvalidRequestError(f"max_tokens is {self.max_tokens}; a row needs at least 2", param="max_tokens")
-        for name, choices in (
-            ("supervise", get_args(Supervise)),
-            ("overlong", get_args(Overlong)),
-            ("bad_rows", get_args(BadRow)),
-            ("completion_style", get_args(CompletionStyle)),
-        ):
-            if (value := getattr(self, name)) not in choices:
-                raise InvalidRequestError(f"{name} is {value!r}; it is one of {', '.join(choices)}", param=name)
 
 
 @dataclass(frozen=True, slots=True)

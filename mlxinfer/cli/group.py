@@ -28,6 +28,7 @@ VERBS = {
     "convert": ("mlxinfer.cli.convert:convert", "Make an MLX model out of a published checkpoint."),
     "fit": ("mlxinfer.cli.fit:fit", "Say whether a model fits this machine, and how fast it will be."),
     "export": ("mlxinfer.cli.export:export", "Write a model for transformers or llama.cpp."),
+    "lora": ("mlxinfer.cli.lora:lora", "Train adapters, and take them elsewhere."),
     "bench": ("mlxinfer.cli.bench:bench", "Measure speed under load, alone or against other servers."),
     "doctor": ("mlxinfer.cli.doctor:doctor", "Check this machine and say how to mend what is wrong."),
     "completion": ("mlxinfer.cli.completion:completion", "Print a shell completion script."),

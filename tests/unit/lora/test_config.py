@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.lora.config import TrainConfig, from_mapping, options, read_file
+from mlxinfer.lora.config import TrainConfig
+from mlxinfer.lora.job import OPTIONS, plan_of
+from mlxinfer.lora.options import read_file
 from mlxinfer.lora.schedules import learning_rate
 
 if TYPE_CHECKING:
@@ -18,8 +20,9 @@ def test_toml_yaml_and_python_give_the_same_config(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('method = "rslora"\nlearning_rate = 1e-3\ntargets = ["q_proj", "v_proj"]\n')
     (tmp_path / "a.yaml").write_text("method: rslora\nlearning_rate: 1e-3\ntargets: [q_proj, v_proj]\n")
     wanted = TrainConfig(method="rslora", learning_rate=1e-3, targets=("q_proj", "v_proj"))
-    assert from_mapping(read_file(tmp_path / "a.toml")) == wanted
-    assert from_mapping(read_file(tmp_path / "a.yaml")) == wanted
+    for name in ("a.toml", "a.yaml"):
+        values = OPTIONS.checked(read_file(tmp_path / name))
+        assert OPTIONS.build(TrainConfig, values) == wanted
 
 
 @pytest.mark.parametrize(
@@ -38,11 +41,19 @@ def test_toml_yaml_and_python_give_the_same_config(tmp_path: Path) -> None:
         ({"min_learning_rate": 1e-6}, "min_learning_rate has no effect with schedule constant"),
         ({"patience": 2}, "patience has no effect with no eval_every"),
         ({"sample_tokens": 3}, "sample_tokens has no effect with no sample_prompts"),
+        ({"beta": 0.2}, "beta has no effect with loss sft"),
+        ({"loss": "dpo", "margin": 2}, "margin has no effect with loss dpo"),
+        ({"loss": "dpo", "label_smoothing": 0.7}, "label_smoothing is 0.7; it is 0 to 0.5"),
+        ({"loss": "kto", "method": "full"}, "kto compares with the model whose adapters are off"),
+        ({"teacher": "t"}, "teacher has no effect with loss sft"),
+        ({"supervise": "user"}, "supervise is 'user'; it is one of assistant, last, all"),
+        ({"valid": ["v"], "valid_fraction": 0.1}, "valid and valid_fraction exclude each other"),
+        ({"data": ()}, "data is missing"),
     ],
 )
 def test_what_is_unknown_wrong_or_without_effect_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        from_mapping(values, "a.toml")
+        plan_of({"model": "m", "data": "d.jsonl", **values}, "a.toml")
     assert message in str(caught.value)
     assert caught.value.param == next(reversed(values))
 
@@ -55,7 +66,12 @@ def test_a_file_that_is_no_config_is_an_error_that_names_it(tmp_path: Path) -> N
 
 
 def test_every_option_has_a_help_text_and_a_default() -> None:
-    assert all(default == getattr(TrainConfig(), name) for name, (_, default) in options().items())
+    plan = plan_of({"model": "m", "data": "d.jsonl"})
+    for name, option in OPTIONS.by_name.items():
+        assert option.help.endswith((".", "]."))
+        if name not in ("model", "data"):
+            part = next(one for one in (plan.job, plan.data, plan.train) if hasattr(one, name))
+            assert getattr(part, name) == option.default
 
 
 def test_the_rate_rises_then_falls_by_update() -> None:

@@ -127,7 +127,7 @@ def test_five_runs_in_a_process_cost_the_same_forwards_and_memory(monkeypatch: p
         mx.clear_cache()
         memory.append(mx.get_active_memory())
     assert forwards == [2 * 2 * 2] * 5  # updates, blocks, (forward, again going back)
-    assert memory[-1] <= memory[1]
+    assert memory[-1] <= memory[1] + (16 << 10)  # a lost set of adapters would be 28 kB a run
 
 
 def test_a_loss_that_is_no_number_names_update_and_row_and_keeps_the_state(tmp_path: Any) -> None:
