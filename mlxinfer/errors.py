@@ -13,6 +13,7 @@ MlxinferError
 ├── WontFitError               the model does not fit this machine's memory
 │   └── ModelsBusyError        it would, but models that are at work stand in the way (HTTP 503)
 ├── QueueFullError             too many requests are waiting (HTTP 429)
+├── StoreError                 the conversations on disk cannot be opened, read or written
 ├── TrainingError              training cannot go on: a loss that is no number, ranks that differ
 ├── EngineError                a step failed inside the engine (HTTP 500)
 └── EngineClosedError          the model was unloaded (HTTP 503)
@@ -132,6 +133,12 @@ class TrainingError(MlxinferError):
     """Training cannot go on; the message names the update and the rows. The last good state was kept."""
 
     code = "training_failed"
+
+
+class StoreError(MlxinferError):
+    """The conversations on disk cannot be opened, read or written; the message names the file."""
+
+    code = "store_failed"
 
 
 class EngineError(MlxinferError):
