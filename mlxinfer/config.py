@@ -35,6 +35,8 @@ class Settings:
     port: int = 8080
     cache_dir: Path = Path(platformdirs.user_cache_dir("mlxinfer"))
     """Models out of packages and other things that can be fetched or made again."""
+    data_dir: Path = Path(platformdirs.user_data_dir("mlxinfer"))
+    """Conversations: what cannot be made again."""
     dtype: str = "auto"
     """auto, float32, float16 or bfloat16. auto: float32 on a CPU, the model's own elsewhere."""
     kernels: str = "auto"

@@ -101,6 +101,11 @@ class Store:
         with self._writing() as write:
             write("UPDATE conversations SET deleted = NULL WHERE id = ?", key)
 
+    def remove(self, key: str) -> None:
+        """For good."""
+        with self._writing() as write:
+            write("DELETE FROM conversations WHERE id = ?", key)
+
     def purge(self, *, older_than_s: float) -> int:
         """Remove for good what was deleted so long ago. How many."""
         with self._writing() as write:

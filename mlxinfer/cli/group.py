@@ -29,6 +29,8 @@ VERBS = {
     "fit": ("mlxinfer.cli.fit:fit", "Say whether a model fits this machine, and how fast it will be."),
     "export": ("mlxinfer.cli.export:export", "Write a model for transformers or llama.cpp."),
     "lora": ("mlxinfer.cli.lora:lora", "Train adapters, and take them elsewhere."),
+    "chats": ("mlxinfer.cli.chats:chats", "The conversations on this machine."),
+    "config": ("mlxinfer.cli.config:config", "Read and write the settings."),
     "bench": ("mlxinfer.cli.bench:bench", "Measure speed under load, alone or against other servers."),
     "doctor": ("mlxinfer.cli.doctor:doctor", "Check this machine and say how to mend what is wrong."),
     "completion": ("mlxinfer.cli.completion:completion", "Print a shell completion script."),

@@ -55,7 +55,15 @@ def test_variables_read_elsewhere_and_foreign_ones_are_left_alone() -> None:
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Settings)])
 def test_every_key_can_be_set_by_a_variable_and_by_the_file(tmp_path: Path, name: str) -> None:
-    texts = {"model": "m", "host": "h", "cache_dir": "/c", "dtype": "float32", "kernels": "off", "keys_file": "/k"}
+    texts = {
+        "model": "m",
+        "host": "h",
+        "cache_dir": "/c",
+        "data_dir": "/d",
+        "dtype": "float32",
+        "kernels": "off",
+        "keys_file": "/k",
+    }
     texts |= {"access_log": "/l"}
     text = texts.get(name, "8" if name == "kv_bits" else "true" if name == "metrics_open" else "77")
     quoted = name in texts or name.startswith("allow_") or name == "adapters"

@@ -44,7 +44,15 @@ def test_every_verb_has_the_name_it_is_listed_under_an_example_and_json(verb: st
     text = invoke(verb, "--help").stdout
     assert f"  mlxinfer {verb}" in text or f"mlxinfer {verb} " in text
     assert "Examples:" in text
-    assert "--json" in text
+    command = loads(verb)
+    if not isinstance(command, click.Group):
+        assert "--json" in text
+        return
+    for name in command.list_commands(click.Context(command)):
+        below = invoke(verb, name, "--help").stdout
+        assert f"mlxinfer {verb} {name}" in below
+        assert "Examples:" in below
+        assert "--json" in below
 
 
 @pytest.mark.parametrize("verb", VERBS)
