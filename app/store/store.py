@@ -207,6 +207,12 @@ class Store:
                 leaf = row["id"]
             write("UPDATE conversations SET leaf = ? WHERE id = ?", leaf, one.conversation)
 
+    def show_end(self, message: str) -> None:
+        """Show the branch that ends with `message`, whatever stands below it."""
+        one = self.message(message)
+        with self._writing() as write:
+            write("UPDATE conversations SET leaf = ? WHERE id = ?", one.id, one.conversation)
+
     # Search
 
     def search(self, text: str, *, limit: int = 50) -> list[Hit]:

@@ -96,10 +96,11 @@ def _toml(key: str, value: str) -> str:
 def _with(text: str, key: str, value: str | None) -> str:
     """The file's text with one key changed, added or taken out, whatever else stands in it."""
     import tomlkit
+    from tomlkit.exceptions import ParseError
 
     try:
         document = tomlkit.parse(text)
-    except tomlkit.exceptions.ParseError as error:
+    except ParseError as error:
         raise InvalidRequestError(f"{config_path()} is no TOML: {error}; mend it first", param="config") from error
     if value is None:
         document.pop(key, None)

@@ -14,6 +14,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from mlxinfer.cli import output
 from mlxinfer.cli.chat import COMMANDS, SETTABLE, Chat
+from mlxinfer.cli.keeping import Keeper
 from mlxinfer.cli.run import write_piece
 from mlxinfer.cli.terminal import no_echo
 from mlxinfer.errors import ContextLengthError, EngineClosedError, MlxinferError
@@ -24,16 +25,30 @@ if TYPE_CHECKING:
 
     from prompt_toolkit.document import Document
 
+    from mlxinfer.app.store import Store
     from mlxinfer.llm import LLM
     from mlxinfer.types import SamplingParams
 
 FENCE = '"""'
 
 
-def chat(llm: LLM, *, system: str | None, params: SamplingParams, raw: bool, stats: bool) -> None:
-    """Read, answer, repeat, until /exit or Ctrl-D."""
+def chat(
+    llm: LLM,
+    *,
+    system: str | None,
+    params: SamplingParams,
+    raw: bool,
+    stats: bool,
+    store: Store | None,
+    resume: str | None,
+) -> None:
+    """Read, answer, repeat, until /exit or Ctrl-D. With a store the conversation is kept; `resume` is an id in it."""
     state = Chat(llm.info, llm.defaults, params, system)
     raw = raw or not llm.info.has_chat_template
+    keeper = Keeper(None if raw else store)
+    if resume is not None:
+        keeper.resume(state, resume)
+        output.say(f"{len(state.messages)} messages so far.", dim=True)
     _greet(llm, raw=raw)
     session: PromptSession[str] = PromptSession(
         history=_history(), key_bindings=bindings(), multiline=True, completer=CommandCompleter(),
@@ -46,7 +61,7 @@ def chat(llm: LLM, *, system: str | None, params: SamplingParams, raw: bool, sta
                 if not _command(state, text.strip()):
                     return
             elif text.strip():
-                answer(llm, state, text, raw=raw, stats=stats)
+                answer(llm, state, text, keeper, raw=raw, stats=stats)
         except KeyboardInterrupt:
             output.say("(Ctrl-D or /exit leaves)", dim=True)
         except EOFError:
@@ -70,7 +85,7 @@ def _command(state: Chat, text: str) -> bool:
     return said is not None
 
 
-def answer(llm: LLM, state: Chat, text: str, *, raw: bool, stats: bool) -> None:
+def answer(llm: LLM, state: Chat, text: str, keeper: Keeper, *, raw: bool, stats: bool) -> None:
     """Stream one reply into the terminal and the conversation.
 
     Ctrl-C keeps what was said so far; an error takes the question back, so that the next one starts clean.
@@ -79,6 +94,7 @@ def answer(llm: LLM, state: Chat, text: str, *, raw: bool, stats: bool) -> None:
     prompt = text if raw else [*state.messages, turn]
     said: list[str] = []
     stopped = False
+    keeper.begin(state, text)
     try:
         with (
             no_echo(),
@@ -88,12 +104,15 @@ def answer(llm: LLM, state: Chat, text: str, *, raw: bool, stats: bool) -> None:
                 for piece in stream:
                     said.append(piece)
                     write_piece(piece)
+                    keeper.grow(said)
             except KeyboardInterrupt:
                 stopped = True
             line = "(stopped)" if stopped else stream.reply.stats
     except EngineClosedError:
+        keeper.end(state, said, "failed")
         raise
     except MlxinferError as error:
+        keeper.end(state, said, "failed")
         _end_line(said)
         output.say(f"Error: {error}")
         if isinstance(error, ContextLengthError) and state.messages:
@@ -104,8 +123,10 @@ def answer(llm: LLM, state: Chat, text: str, *, raw: bool, stats: bool) -> None:
     _end_line(said)
     if stopped or stats:
         output.say(line, dim=True)
-    if not raw and (said or not stopped):
+    kept = not raw and bool(said or not stopped)
+    if kept:
         state.messages += [turn, {"role": "assistant", "content": "".join(said)}]
+    keeper.end(state, said, ("stopped" if stopped else "done") if kept else "failed")
 
 
 def _end_line(said: list[str]) -> None:

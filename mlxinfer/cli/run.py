@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxinfer.cli import loading, options, output, terminal
-from mlxinfer.errors import ModelNotFoundError
+from mlxinfer.errors import ModelNotFoundError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mlxinfer.app.store import Store
     from mlxinfer.llm import LLM
     from mlxinfer.types import Reply, SamplingParams
 
@@ -67,6 +68,8 @@ def tell_apart(words: tuple[str, ...], model: str | None) -> Words:
     metavar="FOLDER",
     help="Use the model with the adapter in this folder.",
 )
+@click.option("--resume", metavar="ID", help="Go on with a conversation of `mlxinfer chats ls`; `last` is the newest.")
+@click.option("--private", is_flag=True, help="Keep nothing of this chat.")
 @click.option("--raw", is_flag=True, help="No chat template: continue the text as it stands.")
 @options.engine_options
 @click.option("-y", "--yes", is_flag=True, help="With no model named, take the suggested one without asking.")
@@ -93,6 +96,10 @@ def run(words: tuple[str, ...], as_json: bool, **opts: Any) -> None:
         raise click.UsageError("--json needs a prompt: mlxinfer run MODEL PROMPT --json")
     if chat and not sys.stdout.isatty():
         raise click.UsageError("no prompt, and stdout is not a terminal to chat in: mlxinfer run MODEL PROMPT")
+    if not chat and (opts["resume"] or opts["private"]):
+        raise click.UsageError("--resume and --private belong to a chat: a single prompt is never kept")
+    if opts["resume"] and (opts["private"] or opts["raw"]):
+        raise click.UsageError("--resume goes with neither --private nor --raw")
     prompt = "" if chat else _prompt(told, raw=opts["raw"])
     name = told.model or loading.default_model(settings, yes=opts["yes"])
     # What is typed ahead waits for the chat, and does not mix with the bars.
@@ -103,11 +110,26 @@ def run(words: tuple[str, ...], as_json: bool, **opts: Any) -> None:
         if chat:
             from mlxinfer.cli import repl
 
-            repl.chat(llm, system=opts["system"], params=params, raw=opts["raw"], stats=opts["stats"])
+            store = None if opts["private"] else _store(must=opts["resume"] is not None)
+            shown = {"raw": opts["raw"], "stats": opts["stats"], "resume": opts["resume"]}
+            repl.chat(llm, system=opts["system"], params=params, store=store, **shown)
         else:
             _once(llm, prompt, params, opts, as_json=as_json)
     finally:
         llm.unload()
+
+
+def _store(*, must: bool) -> Store | None:
+    """Where chats are kept; a word where that can't be opened and needn't."""
+    from mlxinfer.cli import chats
+
+    try:
+        return chats.opened()
+    except StoreError as error:
+        if must:
+            raise
+        output.say(f"This conversation is not kept: {error}")
+        return None
 
 
 def _as_prompt(words: tuple[str, ...]) -> str:

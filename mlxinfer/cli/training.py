@@ -35,7 +35,7 @@ def flags(options: Mapping[str, Option]) -> Callable[[Any], Any]:
     """A click option for each; one that isn't given is None."""
 
     def decorate(command: Any) -> Any:
-        for option in reversed(options.values()):
+        for option in reversed(list(options.values())):
             command = _flag(option)(command)
         return command
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mlxinfer.app.store import open_store
 from mlxinfer.cli import repl
 from mlxinfer.cli.chat import COMMANDS, SETTABLE, Chat, read
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.cli.keeping import LAST, Keeper
+from mlxinfer.errors import ContextLengthError, InvalidRequestError
 from mlxinfer.types import SamplingParams
 from tests.unit.cli.conftest import INFO, FakeLLM, too_long
 
@@ -206,8 +208,8 @@ def test_paths_and_texts_of_several_lines_are_no_commands(chat: Chat) -> None:
 # -- one turn --------------------------------------------------------------------------------------------------------
 
 
-def turn(llm: FakeLLM, chat: Chat, text: str, *, raw: bool = False) -> None:
-    repl.answer(llm, chat, text, raw=raw, stats=True)  # pyright: ignore[reportArgumentType]
+def turn(llm: FakeLLM, chat: Chat, text: str, *, raw: bool = False, keeper: Keeper | None = None) -> None:
+    repl.answer(llm, chat, text, keeper or Keeper(None), raw=raw, stats=True)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_turn_sends_the_conversation_and_adds_to_it(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,6 +224,56 @@ def test_a_turn_sends_the_conversation_and_adds_to_it(chat: Chat, capsys: pytest
     out, err = capsys.readouterr()
     assert out == "Paris.\n"
     assert "12.5 tok/s" in err
+
+
+def test_turns_are_kept_and_a_kept_chat_goes_on_where_it_was(chat: Chat, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "chats.db").store
+    keeper, llm = Keeper(store), FakeLLM()
+    chat.system = "Be brief."
+    turn(llm, chat, "Capital  of\nFrance?", keeper=keeper)
+    turn(llm, chat, "Again?", keeper=keeper)
+    (kept,) = store.conversations()
+    assert (kept.title, kept.model, kept.system) == ("Capital of France?", "fake", "Be brief.")
+    said = [{"role": m.role, "content": m.content} for m in store.branch(kept.id)]
+    assert said == chat.messages
+    assert {m.status for m in store.branch(kept.id)} == {"done"}
+    other = Chat(chat.info, chat.defaults)
+    later = Keeper(store)
+    later.resume(other, LAST)
+    assert (other.messages, other.system) == (chat.messages, "Be brief.")
+    llm.interrupt = 2
+    turn(llm, other, "Third?", keeper=later)
+    assert [(m.content, m.status) for m in store.branch(kept.id)][-1] == ("Paris", "stopped")
+    assert len(store.branch(kept.id)) == 6
+    other.command("/clear")
+    llm.interrupt = None
+    turn(llm, other, "Anew?", keeper=later)
+    assert [one.title for one in store.conversations()] == ["Anew?", "Capital of France?"]
+    with pytest.raises(InvalidRequestError, match="no conversation 'zz'"):
+        later.resume(other, "zz")
+    store.close()
+
+
+def test_a_question_that_failed_is_not_in_the_branch_and_a_store_that_fails_ends_the_keeping(
+    chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(tmp_path / "chats.db").store
+    keeper, llm = Keeper(store), FakeLLM()
+    llm.error = ContextLengthError("too long")
+    turn(llm, chat, "Long?", keeper=keeper)
+    assert store.conversations() == []
+    llm.error = None
+    turn(llm, chat, "Short?", keeper=keeper)
+    llm.error = ContextLengthError("too long")
+    turn(llm, chat, "Long?", keeper=keeper)
+    (kept,) = store.conversations()
+    assert [m.content for m in store.branch(kept.id)] == ["Short?", "Paris."]
+    store.close()
+    llm.error = None
+    turn(llm, chat, "Lost?", keeper=keeper)
+    turn(llm, chat, "Lost?", keeper=keeper)
+    assert capsys.readouterr().err.count("no longer kept") == 1
+    assert chat.messages[-1]["content"] == "Paris."
 
 
 def test_ctrl_c_keeps_what_was_said_and_closes_the_stream(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
