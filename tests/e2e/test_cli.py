@@ -32,6 +32,7 @@ def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
     monkeypatch.setenv("MLXINFER_CONFIG", str(tmp_path / "config.toml"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("MLXINFER_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("NO_COLOR", "1")
 
 
@@ -208,6 +209,32 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
     yield start
     for each in opened:
         each.close()
+
+
+@pytest.mark.model
+def test_a_chat_that_is_killed_in_mid_reply_goes_on_later(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("run", DEMO, "--temperature", "0")
+    chat.expect(r">>>")
+    chat.type(f"{LONG}\r")
+    chat.expect(r"\w+ \w+ \w+ \w+ \w+\W+\w+")
+    chat.expect(r"\n.*?\w+ \w+ \w+")
+    time.sleep(2)
+    chat.process.kill()
+    kept = json.loads(mlxinfer("chats", "ls", "--json").stdout)["conversations"]
+    assert [one["title"] for one in kept] == [LONG[:60]]
+    branch = json.loads(mlxinfer("chats", "show", kept[0]["id"], "--json").stdout)["messages"]
+    assert [one["role"] for one in branch] == ["user", "assistant"]
+    assert len(branch[1]["content"]) > 10
+    later = terminal("run", DEMO, "--temperature", "0", "--resume", "last")
+    later.expect("2 messages so far")
+    later.expect(r">>>")
+    later.type(f"{QUESTION}\r")
+    later.expect(r"tok/s")
+    later.type("\x04")
+    assert later.wait() == 0
+    again = json.loads(mlxinfer("chats", "show", kept[0]["id"], "--json").stdout)["messages"]
+    assert [one["content"] for one in again[:3]] == [branch[0]["content"], branch[1]["content"], QUESTION]
+    assert len(again) == 4
 
 
 @pytest.mark.model
