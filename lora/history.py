@@ -67,18 +67,27 @@ class History:
 
     def write_report(self, path: Path, title: str) -> None:
         """One HTML page without scripts, foreign files or matplotlib. Raises OSError."""
-        parts = [f"<figure><figcaption>{html.escape(text)}</figcaption>{self._svg(name)}</figure>"
-                 for name, text in CURVES.items()]  # fmt: skip
-        samples = [f"<p>update {r['update']}: <b>{html.escape(r['prompt'])}</b>{html.escape(r['text'])}</p>"
-                   for r in self.records if r["kind"] == "sample"]  # fmt: skip
         name = html.escape(title)
         path.write_text(
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
-            "<style>body{font:16px sans-serif;max-width:60rem;margin:auto;padding:1rem}"
+            "<style>body{font:16px sans-serif;max-width:60rem;margin:auto;padding:1rem;color-scheme:light dark}"
             "figure{margin:1rem 0}svg{width:100%;border:1px solid #8888}</style>"
-            f"<h1>{name}</h1>{''.join(parts)}{''.join(samples)}</html>\n",
+            f"<h1>{name}</h1>{self._repr_html_()}</html>\n",
             encoding="utf-8",
         )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        parts = [
+            f"<figure><figcaption>{html.escape(text)}</figcaption>{self._svg(name)}</figure>"
+            for name, text in CURVES.items()
+        ]
+        samples = [
+            f"<p>update {r['update']}: <b>{html.escape(r['prompt'])}</b>{html.escape(r['text'])}</p>"
+            for r in self.records
+            if r["kind"] == "sample"
+        ]
+        return "".join(parts + samples)
 
     def _svg(self, name: str, width: int = 800, height: int = 220) -> str:
         curves = [(kind, self.curve(name, kind)) for kind in ("update", "evaluation")]
@@ -99,5 +108,6 @@ class History:
             lines.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{at}"/>')
         return (
             f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(lines)}'
-            f'<text x="12" y="20">{high:.4g}</text><text x="12" y="{height - 14}">{low:.4g}</text></svg>'
+            f'<g fill="currentColor"><text x="12" y="20">{high:.4g}</text>'
+            f'<text x="12" y="{height - 14}">{low:.4g}</text></g></svg>'
         )

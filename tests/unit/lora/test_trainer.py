@@ -279,3 +279,17 @@ def test_ctrl_c_in_an_evaluation_ends_it_with_a_checkpoint(tmp_path: Any) -> Non
             loss=pressing,
         )  # fmt: skip
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000002"]
+
+
+def test_a_history_shows_itself_and_lets_no_markup_in(tmp_path: Any) -> None:
+    history = train(model(), None, rows(2), rows(2), TrainConfig(updates=3), folder=tmp_path / "<b>run")
+    history.records.append({"kind": "sample", "update": 3, "prompt": "<script>", "text": "</p>"})
+    shown = history._repr_html_()
+    assert shown.count("<svg") == 4
+    assert "&lt;script&gt;" in shown
+    assert "<script" not in shown
+    page = (tmp_path / "<b>run" / "report.html").read_text()
+    assert "<h1>Training of &lt;b&gt;run</h1>" in page
+    figure = history.plot(tmp_path / "curves.png")
+    assert len(figure.axes) == 4
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
