@@ -19,6 +19,8 @@ KEPT_FIELDS = ("license", "license_name", "license_link", "language", "base_mode
 """Of the source's card. Its other fields are about the source's files, not about these."""
 MAX_CARD_CHARS = 1 << 20
 MAX_FIELD_LINES = 64
+_BREAKS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+"""What some readers of a card take for the end of a line, and other controls."""
 HANDLED = {
     "exact": "every value kept",
     "near": "codes kept, scales or values rounded",
@@ -54,7 +56,8 @@ def card_fields(text: str) -> dict[str, str]:
     match = re.match(r"---\r?\n(.*?)\r?\n---", text[:MAX_CARD_CHARS], re.DOTALL)
     found: dict[str, list[str]] = {}
     current: list[str] = []
-    for line in match.group(1).splitlines() if match else ():
+    # Not splitlines, which breaks at more characters: the piece behind one could close the metadata.
+    for line in re.split(r"\r?\n", match.group(1)) if match else ():
         if key := re.match(r"([A-Za-z_]\w*):", line):
             current = []
             if key.group(1) in KEPT_FIELDS:
@@ -62,7 +65,8 @@ def card_fields(text: str) -> dict[str, str]:
         # Lines that belong to a field are indented or items of a list; others would open something of their own.
         if key or line.startswith((" ", "-")):
             current.append(line)
-    return {key: "\n".join(lines) for key, lines in found.items() if len(lines) <= MAX_FIELD_LINES}
+    kept = {key: "\n".join(lines) for key, lines in found.items() if len(lines) <= MAX_FIELD_LINES}
+    return {key: text for key, text in kept.items() if not _BREAKS.search(text)}
 
 
 def _body(outcome: Outcome, title: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from mlxinfer.convert.places import check_place
 from mlxinfer.convert.planning import Plan, make_plan
 from mlxinfer.convert.writing import INDEX, STATE, Work, working
 from mlxinfer.errors import ConversionError, ModelFileError
-from mlxinfer.formats.files import MAX_JSON_BYTES, read_regular
+from mlxinfer.formats.files import MAX_JSON_BYTES, json_bytes, read_regular
 from mlxinfer.types import ProgressEvent
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def convert(
             if source.fingerprint() != fingerprint:
                 raise ConversionError(f"{source.path} changed while it was converted; run the same command again")
             outcome = outcome_of(made, work.rounded, destination, source)
-            config = json.dumps(made.config, indent=2, ensure_ascii=False).encode()
+            config = json_bytes(made.config, indent=2)
             files = {**extras, **options.documents(outcome), "config.json": config}
             work.finish(files, destination, overwrite=options.overwrite)
     finally:

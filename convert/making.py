@@ -32,6 +32,8 @@ SMALL_PART = 1 << 16
 """Values below which the parts of a tensor are read together: channels of a convolution, not experts."""
 WIDTH = {"float32": 24, "float16": 11, "bfloat16": 8}
 """Bits of precision. float16 has the fewest bits of exponent too."""
+EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+"""All bits of the exponent, which only infinities and NaN have set."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,11 @@ class Maker:
         cast, rounded = _cast(chunk, item.dtype, item.output.name)
         if item.packing is None:
             return Made((_as_numpy(cast),), rounded)
+        if not _is_finite(cast):
+            raise ConversionError(
+                f"{item.output.name} holds infinities or NaN, which can't be packed: the source is damaged, or a plan "
+                'has to keep this tensor as "float"'
+            )
         words, scales, biases = self._quantizer(cast, item.packing)
         parts = [words, scales] if biases is None else [words, scales, biases]
         mx.eval(parts)
@@ -186,6 +193,13 @@ def _cast(chunk: mx.array, dtype: str, name: str) -> tuple[mx.array, bool]:
             f"{name} has values up to {largest:.4g}, beyond the range of {dtype}; convert with another dtype (bfloat16)"
         )
     return cast, bool(changed.item())
+
+
+def _is_finite(chunk: mx.array) -> bool:
+    """Whether no float is infinite or NaN. By their bits in numpy: mx.isfinite costs as much as packing."""
+    bits = _as_numpy(chunk).view(np.uint32 if chunk.itemsize == 4 else np.uint16)
+    exponent = bits.dtype.type(EXPONENTS[_dtype_of(chunk)])
+    return bool((bits & exponent).max() != exponent)
 
 
 def _to_mlx(array: np.ndarray, *, is_float: bool = True) -> mx.array:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer import __version__, upstream
+from mlxinfer.formats.files import json_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -91,7 +91,7 @@ def _decision(item: Item, rounded: bool, source: Source) -> Decision:
 
 def report_files(outcome: Outcome) -> dict[str, bytes]:
     """conversion.json."""
-    return {REPORT: json.dumps(as_dict(outcome), indent=1, ensure_ascii=False).encode()}
+    return {REPORT: json_bytes(as_dict(outcome), indent=1)}
 
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:

@@ -31,6 +31,14 @@ def set_aside(destination: Path) -> Path:
 
 def problem_with(source: Path, destination: Path, *, overwrite: bool) -> str | None:
     """Why the destination can't be used, or None. Looks only."""
+    try:
+        return _problem_with(source, destination, overwrite=overwrite)
+    except (OSError, RuntimeError) as error:
+        # A folder above that may not be looked into, a name that is too long; RuntimeError: links in a circle.
+        return f"{destination} can't be used: {getattr(error, 'strerror', None) or error}"
+
+
+def _problem_with(source: Path, destination: Path, *, overwrite: bool) -> str | None:
     real, target = source.resolve(), destination.resolve()
     if real == target:
         return f"{destination} is the source itself; name another destination"
@@ -43,14 +51,19 @@ def problem_with(source: Path, destination: Path, *, overwrite: bool) -> str | N
             return f"{destination} exists; name another destination, or --overwrite replaces it"
         if destination.is_symlink() or not destination.is_dir():
             return f"{destination} is no folder; only a model folder is replaced"
-        if any(destination.iterdir()) and not (destination / "config.json").is_file():
-            return f"{destination} is no model folder (it has no config.json), so it is not replaced"
+        model = (destination / "config.json").is_file() and any(destination.glob("*.safetensors"))
+        if not model and any(destination.iterdir()):
+            return f"{destination} is no model folder (config.json and *.safetensors), so it is not replaced"
+        if not os.access(destination, os.W_OK | os.X_OK):
+            return f"no permission to delete what is in {destination}"
     parent = target.parent
     above = next((p for p in (parent, *parent.parents) if p.exists()), parent)
     if not above.is_dir():
         return f"{above} is no folder"
     if not os.access(above, os.W_OK | os.X_OK):
         return f"no permission to write in {above}"
+    with contextlib.suppress(FileNotFoundError):
+        os.lstat(work_folder(target))
     return None
 
 
@@ -74,7 +87,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 def free_bytes(folder: Path) -> int:
     """Free on the disk that `folder`, or the nearest folder above it that exists, is on."""
-    above = next(p for p in (folder, *folder.resolve().parents) if p.is_dir())
+    above = next(p for p in (folder, *folder.resolve().parents) if os.path.isdir(p))
     return shutil.disk_usage(above).free
 
 

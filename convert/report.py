@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlxinfer.convert.card import CARD, make_card
 from mlxinfer.convert.outcome import REPORT, as_dict
 from mlxinfer.convert.quantizing import describe
+from mlxinfer.formats.files import json_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ def _documents(
     if comparison is not None:
         report["measured"] = measured(comparison)
     card = make_card(outcome, comparison, source=source, source_card=source_card)
-    return {REPORT: json.dumps(report, indent=1, ensure_ascii=False).encode(), CARD: card.encode()}
+    return {REPORT: json_bytes(report, indent=1), CARD: card.encode("utf-8", "replace")}
 
 
 def measured(comparison: Comparison) -> dict[str, Any]:

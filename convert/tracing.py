@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from mlxinfer.convert.sources.base import Logical
 
+LARGEST_AXIS = 2**31 - 1
 NAMED = 12
 """How many tensors an error lists by name."""
 
@@ -155,6 +156,10 @@ def _element(tensor: Logical) -> mx.array:
 
 def _placeholder(tensor: Logical, element: mx.array) -> mx.array:
     """One element in the shape of many: whoever looks at it sees ones, and it takes no memory."""
+    if max(tensor.shape, default=0) > LARGEST_AXIS:
+        raise ModelFileError(
+            f"{tensor.name:.200} has the shape {tensor.shape}; mlx counts to {LARGEST_AXIS} along an axis"
+        )
     return mx.broadcast_to(element, tensor.shape)
 
 

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.convert.places import check_space, locked, set_aside, sync_folder, work_folder
@@ -97,13 +98,36 @@ class Work:
     def take_over(self) -> None:
         """Go on with what is there for this very plan; anything else there is deleted."""
         state = _read_state(self.folder)
-        if state and state["plan"] == self.plan.hash and state["done"] <= len(self.plan.items):
+        if state and state["plan"] == self.plan.hash and self._holds(state["done"]):
             self.done = self._written = state["done"]
             self.rounded = set(state["rounded"])
         else:
             _empty(self.folder)
+        try:
+            check_space(self.folder, self.rest_bytes)
+        except ConversionError:
+            # Nothing is left behind, unless it is something that a later run can go on from.
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+            raise
+        if not self.done:
             self._save()
-        check_space(self.folder, self.rest_bytes)
+
+    def _holds(self, done: int) -> bool:
+        """Whether the first `done` items are there still: someone may have deleted shards to make room."""
+        if done > len(self.plan.items):
+            return False
+        ends: dict[int, int] = {}
+        for item in self.plan.items[:done]:
+            ends[item.shard] = item.tensors[-1].offset + item.tensors[-1].nbytes
+        for shard, end in ends.items():
+            try:
+                found = os.lstat(self.folder / self.plan.shards[shard])
+            except FileNotFoundError:
+                return False
+            if not stat.S_ISREG(found.st_mode) or found.st_size < len(header(self.plan, shard)) + end:
+                return False
+        return True
 
     def write(self, item: Item, made: Iterable[Made]) -> Iterator[int]:
         """Write the next item. Yields the bytes of each piece of it when that is written."""

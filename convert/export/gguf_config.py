@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Metadata = dict[str, Value]
 MAX_NUMBER = 3e38
 SMALL = 1e-6
+YARN_CONTEXT = 4096
+"""What mlx-lm takes where the scaling doesn't say its original_max_position_embeddings."""
 
 
 class Config:
@@ -248,7 +250,8 @@ def rope_scaling(c: Config) -> tuple[Metadata, dict[str, list[float]]]:
     if kind == "linear":
         return {"rope.scaling.type": string("linear"), "rope.scaling.factor": f32(number("factor"))}, {}
     if kind == "yarn":
-        original = number("original_max_position_embeddings", c.integer("max_position_embeddings"))
+        original = number("original_max_position_embeddings", YARN_CONTEXT)
+        _check_yarn_scale(c, scaling, number("factor"))
         return {
             "rope.scaling.type": string("yarn"),
             "rope.scaling.factor": f32(number("factor")),
@@ -259,6 +262,16 @@ def rope_scaling(c: Config) -> tuple[Metadata, dict[str, list[float]]]:
     if kind in ("longrope", "su"):
         return _longrope(c, scaling)
     raise c.unlike(f"rope_scaling is {kind!r:.40}")
+
+
+def _check_yarn_scale(c: Config, scaling: dict[str, Any], factor: float) -> None:
+    """llama.cpp always makes q and k 1 + 0.1 log(factor) times as long, mlx-lm as the config's two mscales say."""
+
+    def by(name: str, default: float) -> float:
+        return 1 + 0.1 * c.checked(scaling.get(name, default), f"rope_scaling.{name}") * math.log(factor)
+
+    if factor > 1 and not math.isclose(by("mscale", 1), by("mscale_all_dim", 0) * (1 + 0.1 * math.log(factor))):
+        raise c.unlike("rope_scaling has mscale or mscale_all_dim")
 
 
 def _llama3_factors(theta: float, head_dim: int, number: Callable[[str], float]) -> list[float]:

@@ -241,7 +241,8 @@ def _sentencepiece(files: _Files, tokens: _Tokens, merges: list[tuple[str, str]]
     prefix = _space_prefix(files)
     scores = _scores(tokens, merges)
     # llama.cpp joins whatever two neighbours make a token, so the merges must be all there are, in the scores' order.
-    if set(merges_from_scores(tokens.ids, tokens.types, scores)) != set(merges) or not _grouped(merges):
+    made = merges_from_scores(tokens.ids, tokens.types, scores, str(files.path))
+    if set(made) != set(merges) or not _grouped(merges):
         raise files.unknown("model.merges", f"{len(merges)} merges that no scores of sentencepiece give")
     return {
         "tokenizer.ggml.model": string("llama"),

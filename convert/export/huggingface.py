@@ -15,7 +15,7 @@ from mlxinfer.convert.export.folder import FLOATS, MLXFolder, Parameter, narrowe
 from mlxinfer.convert.export.names import expert_name, family_of
 from mlxinfer.convert.export.writing import Meter, Outcome, Output, appearing, check_destination, synced, write_chunks
 from mlxinfer.errors import UnsupportedModelError
-from mlxinfer.formats.files import open_regular
+from mlxinfer.formats.files import json_bytes, open_regular
 from mlxinfer.formats.safetensors import INDEX_NAME
 
 if TYPE_CHECKING:
@@ -67,9 +67,8 @@ def export_huggingface(
             with appearing(destination, folder=True) as work:
                 _write_shards(work, outputs, max_shard_bytes, Meter(outcome.nbytes, report, cancel))
                 _copy_files(folder, work)
-                text = json.dumps(_config(model, family, FLOATS[kind]), indent=2, ensure_ascii=False)
                 with synced(work / "config.json") as file:
-                    file.write(text.encode() + b"\n")
+                    file.write(json_bytes(_config(model, family, FLOATS[kind]), indent=2) + b"\n")
         return outcome
 
 

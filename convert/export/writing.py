@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 
 from mlxinfer.errors import InvalidRequestError, MlxinferError
+from mlxinfer.zoo.files import human_bytes
 
 if TYPE_CHECKING:
     import threading
@@ -83,21 +84,34 @@ class Meter:
 
 def check_destination(destination: Path, nbytes: int) -> None:
     """Raises InvalidRequestError where something is in the way, ExportError where the disk is too small."""
-    if destination.exists() or destination.is_symlink():
+    if os.path.lexists(destination):
         raise InvalidRequestError(f"{destination} exists already; name another destination, or remove it", param="dst")
-    if not destination.parent.is_dir():
+    if not os.path.isdir(destination.parent):
         raise InvalidRequestError(f"{destination.parent} is no folder; make it first", param="dst")
+    if not os.access(destination.parent, os.W_OK | os.X_OK):
+        raise InvalidRequestError(f"no permission to write in {destination.parent}", param="dst")
+    try:
+        os.lstat(_work_place(destination))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise InvalidRequestError(f"{destination} can't be written: {error.strerror}", param="dst") from error
     free = shutil.disk_usage(destination.parent).free
     if free < nbytes + MARGIN:
         raise ExportError(
-            f"{destination} will take {nbytes / 1e9:.2f} GB and {destination.parent} has {free / 1e9:.2f} GB free"
+            f"{destination} will take {human_bytes(nbytes)} and {destination.parent} has {human_bytes(free)} free; "
+            f"free at least {human_bytes(nbytes + MARGIN - free)} or name a destination on another disk"
         )
+
+
+def _work_place(destination: Path) -> Path:
+    return destination.with_name(f".{destination.name}.{os.getpid()}.partial")
 
 
 @contextlib.contextmanager
 def appearing(destination: Path, *, folder: bool) -> Iterator[Path]:
     """A place to write to that becomes `destination` when the block ends well, and is gone when it doesn't."""
-    work = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    work = _work_place(destination)
     try:
         _clear_leftovers(destination)
         if folder:

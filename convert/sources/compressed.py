@@ -53,7 +53,7 @@ class CompressedSource(FolderSource):
 def lay_out(store: Store, settings: Mapping[str, Any], folder: Path) -> Layout:
     """Modules by their scales; everything else, ignored modules too, as it is."""
     where = f"{folder}: quantization_config"
-    forms = {settings.get("format")} | {g.get("format") for g in _groups(settings, where)} - {None}
+    forms = [settings.get("format"), *(g["format"] for g in _groups(settings, where) if g.get("format") is not None)]
     for form in forms:
         if form not in FORMATS:
             raise UnsupportedModelError(f"{where}: format {form!r:.60} is not read; read are {', '.join(FORMATS)}")

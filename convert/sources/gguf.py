@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mlxinfer.convert.sources.base import Logical, PackedArrays, Packing
 from mlxinfer.errors import ModelFileError
+from mlxinfer.formats.files import json_bytes
 from mlxinfer.formats.gguf.plan import plan_gguf
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _extras(vocabulary: Vocabulary, context_length: int) -> dict[str, bytes]:
 
 
 def _json(value: object, indent: int | None = 2) -> bytes:
-    return (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode()
+    return json_bytes(value, indent) + b"\n"
 
 
 def _notes(plan: GGUFPlan) -> list[str]:

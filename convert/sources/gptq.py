@@ -53,7 +53,7 @@ def lay_out(store: Store, settings: Mapping[str, Any], folder: Path) -> Layout:
     bits = integer(settings, "bits", where, among=BITS)
     group_size = integer(settings, "group_size", where, default=-1)
     form = settings.get("checkpoint_format", "gptq")
-    if form not in FORMATS:
+    if not isinstance(form, str) or form not in FORMATS:
         raise UnsupportedModelError(f"{where}: checkpoint_format {form!r:.40} is not read; read are {list(FORMATS)}")
     layout = Layout()
     used: set[str] = set()

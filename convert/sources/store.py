@@ -99,6 +99,7 @@ class DataFile:
         self._file = cast("io.BufferedReader", file)
         self._lock = threading.Lock()
         self.stat = os.fstat(file.fileno())
+        """As it was when the file was opened: what sizes and offsets are checked against."""
 
     def span(self, offset: int, nbytes: int, where: str) -> np.ndarray:
         """`nbytes` bytes from `offset`; both were checked against the file's size before."""
@@ -112,6 +113,10 @@ class DataFile:
         if count != nbytes:
             raise ModelFileError(f"{where}: the file became shorter while it was read")
         return data
+
+    def stat_now(self) -> os.stat_result:
+        """As it is by now. A file that another one replaced under its name is still the one that is read."""
+        return os.fstat(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -188,7 +193,7 @@ class SafetensorsStore:
         return self._arrays[stored.file].get(name)
 
     def fingerprint(self) -> str:
-        return fingerprint_of([(f.path, f.stat) for f in self._files.values()], list(self.tensors.values()))
+        return fingerprint_of([(f.path, f.stat_now()) for f in self._files.values()], list(self.tensors.values()))
 
     def close(self) -> None:
         self._arrays.clear()
@@ -200,7 +205,7 @@ def fingerprint_of(files: Sequence[tuple[Path, os.stat_result]], tensors: Sequen
     """A hash over names, sizes and times of the files and the table of their tensors."""
     digest = hashlib.sha256()
     for path, stat in sorted(files, key=lambda item: item[0]):
-        digest.update(f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(path.name) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     for tensor in sorted(tensors, key=lambda t: t.name):
         digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0{tensor.file.name}\n".encode("utf-8", "replace"))
     return digest.hexdigest()

@@ -91,7 +91,7 @@ class TorchStore:
         return None
 
     def fingerprint(self) -> str:
-        return fingerprint_of([(f.path, f.stat) for f in self._files.values()], list(self._stored.values()))
+        return fingerprint_of([(f.path, f.stat_now()) for f in self._files.values()], list(self._stored.values()))
 
     def close(self) -> None:
         for file in self._files.values():

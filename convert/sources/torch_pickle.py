@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_PICKLE_BYTES = 16 << 20
-MAX_OPCODES = 4_000_000
+MAX_OPCODES = 1_000_000
 MAX_DIMENSIONS = 16
 STORAGES = {
     "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "DoubleStorage": "F64",

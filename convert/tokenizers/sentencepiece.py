@@ -194,7 +194,7 @@ def _bpe(model: Model, where: str, *, whole: bool) -> dict[str, Any]:
     return {
         "type": "BPE", "dropout": None, "unk_token": _unknown(model, where), "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": model.byte_fallback, "ignore_merges": whole,
-        "vocab": ids, "merges": merges_from_scores(ids, model.types, model.scores),
+        "vocab": ids, "merges": merges_from_scores(ids, model.types, model.scores, where),
     }  # fmt: skip
 
 

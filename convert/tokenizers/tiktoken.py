@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxinfer.convert.tokenizers.sentencepiece import special_token
 from mlxinfer.errors import ModelFileError, UnsupportedModelError
+from mlxinfer.formats.gguf.merges import every_split
 from mlxinfer.formats.gguf.pretokenizers import PRE_TOKENIZERS, pre_tokenizer_json
 
 MAX_RANKS = 1_000_000
@@ -78,7 +79,7 @@ def tokenizer_parts(tokens: list[bytes], model_type: object, where: str) -> tupl
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-            "vocab": {text: i for i, text in enumerate(texts)}, "merges": _merges(texts),
+            "vocab": {text: i for i, text in enumerate(texts)}, "merges": _merges(texts, where),
         },
     }  # fmt: skip
     return parts, kind
@@ -96,14 +97,6 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def _merges(texts: list[str]) -> list[tuple[str, str]]:
+def _merges(texts: list[str], where: str) -> list[tuple[str, str]]:
     """Every way in which two tokens make a third, by the rank of the third: tiktoken joins by that alone."""
-    ids = {text: i for i, text in enumerate(texts)}
-    pairs: list[tuple[str, str]] = []
-    for text in texts:
-        splits = [
-            (left, right) for at in range(1, len(text)) if (left := text[:at]) in ids and (right := text[at:]) in ids
-        ]
-        splits.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        pairs += splits
-    return pairs
+    return every_split(texts, {text: i for i, text in enumerate(texts)}, where)

@@ -35,8 +35,8 @@ REFUSED = 1
 @click.option(
     "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of floats and scales [the source's own]."
 )
-@click.option("--bits", type=int, metavar="N", help="Quantize to N bits [as the source is].")
-@click.option("--group-size", type=int, metavar="N", help="Weights that share a scale [64].")
+@click.option("--bits", type=click.IntRange(1), metavar="N", help="Quantize to N bits [as the source is].")
+@click.option("--group-size", type=click.IntRange(1), metavar="N", help="Weights that share a scale [64].")
 @click.option("--mode", type=click.Choice(["affine", "mxfp4", "mxfp8", "nvfp4"]), help="Kind of packing [affine].")
 @click.option("--recipe", metavar="NAME|FILE", help="Bits by layer: a named recipe, or a plan in a .toml file.")
 @click.option("--target-bpw", type=float, metavar="BITS", help="Bits per weight in all, most where it hurts most.")
@@ -66,12 +66,20 @@ def convert(
     from mlxinfer.convert import open_source
     from mlxinfer.convert import plan as make_plan
     from mlxinfer.convert.choosing import Wanted, default_name, prepare
+    from mlxinfer.convert.places import check_place
+    from mlxinfer.convert.whole import tokenizer_of
 
     path = _resolved(model, options.settings_of())
+    if destination is not None and not dry_run:
+        # Before what may take hours: learning, or measuring which layers are sensitive.
+        check_place(path, Path(os.path.abspath(destination)), overwrite=asked["overwrite"])
     comparison = None
     with contextlib.closing(open_source(path)) as origin:
         source, chosen = prepare(origin, Wanted(name=Path(model).name, dry_run=dry_run, **asked))
         plan = make_plan(source, chosen)
+        if measure or max_kl is not None:
+            # Known now, and not after the conversion: there is no text to measure on.
+            tokenizer_of(origin)
         destination = destination or Path(default_name(model, plan))
         if dry_run:
             _dry_run(source, plan, destination, chosen, as_json=as_json)

@@ -9,6 +9,7 @@ lora = Subverbs(
     "lora",
     {
         "train": ("mlxinfer.cli.lora_train:train", "Train an adapter on rows of data."),
+        "plan": ("mlxinfer.cli.lora_plan:plan", "Predict a run's memory and time before its model loads."),
         "eval": ("mlxinfer.cli.lora_eval:evaluate", "Loss and perplexity on rows, with an adapter and without."),
     },
     help="Fine-tune a model with low-rank adapters, and use them.",

@@ -65,3 +65,9 @@ def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] 
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} holds a {type(value).__name__}; an object is expected")
     return value
+
+
+def json_bytes(value: Any, indent: int | None = None) -> bytes:
+    """JSON in UTF-8, for a file. Halves of surrogate pairs, which a stranger's JSON may hold, stay escapes."""
+    # Of text between quotes, what UTF-8 can't hold becomes \ud800: JSON's own escape.
+    return json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace")

@@ -202,8 +202,9 @@ def shard_files(folder: Path) -> list[Path]:
     if not shards:
         raise ModelFileError(f"{folder} holds no model*.safetensors")
     for shard in shards:
-        if not shard.is_file():
-            raise ModelFileError(f"{folder}: the shard {shard.name} is missing; fetch the model again")
+        # Path.is_file raises for a name that is too long.
+        if not os.path.isfile(shard):
+            raise ModelFileError(f"{folder}: the shard {shard.name:.120} is missing; fetch the model again")
     return shards
 
 

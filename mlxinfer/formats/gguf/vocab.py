@@ -141,7 +141,7 @@ def _sentencepiece(f: Fields, tokens: _Tokens) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": steps},
         "model": _bpe(
             tokens,
-            merges_from_scores(tokens.ids, tokens.types, scores),
+            merges_from_scores(tokens.ids, tokens.types, scores, str(f.file.path)),
             byte_fallback=True,
             fuse_unk=True,
             unk_token=None if unknown is None else tokens.texts[unknown],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -161,6 +162,35 @@ def test_a_target_goes_with_nothing_else_that_says_the_bits(
 ) -> None:
     result = invoke("convert", str(model), "out", "--target-bpw", "5", *arguments)
     assert result.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_destination_that_exists_is_refused_before_anything_is_learned(
+    invoke: Invoke, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def learned(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(whole, "learned_source", learned)
+    (tmp_path / "out").mkdir()
+    result = invoke("convert", str(model), "out", "--recipe", "dwq")
+    assert result.exit_code == 2
+    assert "exists" in result.stderr
+
+
+def test_a_model_without_a_tokenizer_is_not_converted_if_it_is_to_be_measured(
+    invoke: Invoke, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
+    result = invoke("convert", "./mute", "out", "--bits", "4", "--max-kl", "0.1")
+    assert result.exit_code != 0
+    assert "has no tokenizer" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--bits", "--group-size"])
+def test_nought_is_no_number_of_bits(option: str, invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    assert invoke("convert", str(model), "out", option, "0").exit_code == 2
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +14,13 @@ import pytest
 from mlx_lm.utils import quantize_model
 
 from mlxinfer import upstream
-from mlxinfer.convert import making
+from mlxinfer.convert import making, report
 from mlxinfer.convert.job import CancelledError, ConvertOptions, convert, plan
+from mlxinfer.convert.sources import open_source
 from mlxinfer.convert.sources.base import Packing
 from mlxinfer.errors import ConversionError, InvalidRequestError, ModelFileError
 from mlxinfer.formats.safetensors import check_safetensors, shard_files
+from tests import tiny
 from tests.conformance.configs import CONFIGS
 from tests.unit.convert.fake import (
     FakeSource,
@@ -98,6 +102,16 @@ def test_scales_that_the_dtype_holds_are_exact(out: Path) -> None:
     assert next(d for d in outcome.decisions if d.name == HEAD).handling == "exact"
 
 
+def test_biases_that_the_dtype_rounds_are_said_where_the_scales_are_exact(out: Path) -> None:
+    source = fake_source(packed={HEAD: Packing(8, 32, "affine")})
+    # Each group spans 2050 to 2305: a scale of -1 and a bias of 2305, which float16 doesn't hold.
+    source.arrays[HEAD] = mx.tile(mx.array([2050.0, 2305.0]), (96, 32))
+    assert mx.array_equal(mx.abs(mx.array(source.read_packed(HEAD).scales)), mx.ones((96, 2)))
+    outcome = convert(source, out, ConvertOptions(dtype="float16"))
+    decision = next(d for d in outcome.decisions if d.name == HEAD)
+    assert (decision.handling, decision.note) == ("near", "scales rounded to float16")
+
+
 def test_floats_are_cast_and_rounding_is_said(out: Path) -> None:
     source = FakeSource(llama_config(), random_weights(llama_config(), mx.float32))
     source.arrays["model.norm.weight"] = mx.ones((64,))
@@ -122,6 +136,19 @@ def test_an_infinity_of_the_source_is_its_own_business(out: Path) -> None:
     source.arrays[HEAD] = mx.full((96, 64), float("inf"), mx.bfloat16)
     convert(source, out, ConvertOptions(dtype="float16"))
     assert mx.all(mx.isinf(stored(out)[HEAD]))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_an_infinity_is_not_packed_in_silence(value: float, dtype: mx.Dtype, out: Path) -> None:
+    source = FakeSource(llama_config(), random_weights(llama_config(), dtype))
+    source.arrays[HEAD][0, 0] = 65504 if dtype == mx.float16 else 3e38
+    source.arrays[HEAD][5, 7] = value
+    with pytest.raises(ConversionError, match=r"lm_head\.weight holds infinities or NaN"):
+        convert(source, out, ConvertOptions(packing=Q4))
+    assert not out.exists()
+    source.arrays[HEAD][5, 7] = 1
+    convert(source, out, ConvertOptions(packing=Q4))
 
 
 def test_rows_in_chunks_give_the_bytes_of_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +273,18 @@ def test_a_source_that_changes_meanwhile_is_noticed(out: Path) -> None:
     assert not out.exists()
 
 
+def test_a_folder_that_is_written_into_meanwhile_is_noticed(tmp_path: Path, out: Path) -> None:
+    folder = tiny.write_folder(tmp_path / "model")
+
+    def write(event: ProgressEvent) -> None:
+        os.utime(folder / "model.safetensors", ns=(1, 1))
+
+    source = open_source(folder)
+    with contextlib.closing(source), pytest.raises(ConversionError, match="changed while it was converted"):
+        convert(source, out, ConvertOptions(), progress=write)
+    assert not out.exists()
+
+
 def test_a_reader_that_gives_another_shape_is_an_error_that_names_the_tensor(out: Path) -> None:
     source = fake_source()
     names = source.arrays
@@ -283,6 +322,15 @@ def test_the_report_says_what_became_of_every_tensor(out: Path) -> None:
     assert (head["handling"], head["note"]) == ("requantized", "was 4-bit affine, groups of 64")
     assert report["bits_per_weight"] == pytest.approx(outcome.bits_per_weight, abs=1e-3)
     assert sum(report["handled"].values()) == report["num_weights"]
+
+
+def test_half_a_surrogate_pair_in_a_name_or_config_is_written_as_it_was_read(out: Path) -> None:
+    source = fake_source(llama_config(note="\ud800"))
+    source.arrays["model.layers.0.self_attn.rotary_emb.inv_freq\ud800"] = mx.ones((4,))
+    convert(source, out, ConvertOptions(documents=report.documents))
+    assert json.loads((out / "config.json").read_text())["note"] == "\ud800"
+    dropped = json.loads((out / "conversion.json").read_text())["dropped"]
+    assert list(dropped) == ["model.layers.0.self_attn.rotary_emb.inv_freq\ud800"]
 
 
 def test_a_dtype_that_mlx_lm_has_no_weights_in_is_refused(out: Path) -> None:

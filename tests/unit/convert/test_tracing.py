@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxinfer import upstream
+from mlxinfer.convert.sources.base import Logical
 from mlxinfer.convert.tracing import Tracer
 from mlxinfer.errors import ModelFileError
 from tests.unit.convert.fake import FakeSource, fake_source, llama_config, moe_config, random_weights
@@ -97,6 +98,13 @@ def test_unknown_missing_and_misshapen_tensors_are_named_together() -> None:
     assert "model.layers.0.mlp.extra.weight belong to nothing" in str(error.value)
     assert "model.layers.1.mlp.up_proj.weight are missing" in str(error.value)
     assert "model.norm.weight (from model.norm.weight) has the shape (5,)" in str(error.value)
+
+
+def test_an_axis_longer_than_mlx_counts_is_an_error_that_names_the_tensor() -> None:
+    logical = Logical("model.huge", (0, 2**40), "float32", 0, ("model.huge",))
+    source = FakeSource(llama_config(), random_weights(llama_config()))
+    with pytest.raises(ModelFileError, match=r"model\.huge has the shape \(0, 1099511627776\)"):
+        Tracer(upstream.empty_model(source.config), {**source.tensors, "model.huge": logical}).trace()
 
 
 def test_a_missing_expert_is_named() -> None:

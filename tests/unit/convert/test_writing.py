@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -62,6 +63,15 @@ def killed_at(source: FakeSource, name: str, destination: Path, options: Convert
     source.before_read = lambda read: None
 
 
+OLD = {"config.json": b"{}", "model.safetensors": b"old"}
+
+
+def old_model(folder: Path) -> None:
+    folder.mkdir()
+    for name, data in OLD.items():
+        (folder / name).write_bytes(data)
+
+
 def test_a_run_that_was_cut_off_is_taken_up_and_gives_the_same_bytes(out: Path, whole: dict[str, bytes]) -> None:
     source = fake_source()
     killed_at(source, HEAD, out)
@@ -93,6 +103,20 @@ def test_a_state_that_makes_no_sense_is_thrown_away(state: bytes, out: Path, who
     killed_at(fake_source(), HEAD, out)
     (work_folder(out) / writing.STATE).write_bytes(state)
     (work_folder(out) / "stray").mkdir()
+    convert(fake_source(), out, Q4)
+    assert folder_bytes(out) == whole
+
+
+@pytest.mark.parametrize("left", [None, 0, -1])
+def test_a_shard_that_was_deleted_or_cut_meanwhile_is_written_again(
+    left: int | None, out: Path, whole: dict[str, bytes]
+) -> None:
+    killed_at(fake_source(), HEAD, out)
+    shard = work_folder(out) / sorted(name for name in whole if name.endswith(".safetensors"))[0]
+    if left is None:
+        shard.unlink()
+    else:
+        os.truncate(shard, shard.stat().st_size - 1 if left else 0)
     convert(fake_source(), out, Q4)
     assert folder_bytes(out) == whole
 
@@ -130,6 +154,18 @@ def test_the_state_never_says_more_than_was_synced(
     assert saved == list(range(len(saved)))
     assert len(saved) > 10
     assert folder_bytes(out) == whole
+
+
+def test_every_file_is_on_the_disk_before_the_folder_has_its_name(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, synced = os.fsync, set[int]()
+
+    def syncing(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    convert(fake_source(), out, Q4)
+    assert {path.stat().st_ino for path in (out, out.parent, *out.iterdir())} <= synced
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -173,6 +209,22 @@ def test_too_little_room_is_said_before_anything_is_written(out: Path, monkeypat
     with pytest.raises(ConversionError, match=r"are needed and 1\.0 kB are free"):
         convert(source, out, Q4)
     assert source.reads == []
+    assert list(out.parent.iterdir()) == []
+
+
+def test_too_little_room_for_the_rest_keeps_what_is_done(
+    out: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_at(fake_source(), HEAD, out)
+    usage = shutil.disk_usage(out.parent)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(ConversionError, match="are needed"):
+            convert(fake_source(), out, Q4)
+    source = fake_source()
+    convert(source, out, Q4)
+    assert [name for name, _ in source.reads] == [HEAD]
+    assert folder_bytes(out) == whole
 
 
 def test_short_writes_are_continued(out: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +280,7 @@ def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
 
 
 def test_a_destination_that_exists_is_left_alone_unless_told(out: Path, whole: dict[str, bytes]) -> None:
-    out.mkdir()
-    (out / "config.json").write_text("{}")
+    old_model(out)
     (out / "old").write_text("old")
     source = fake_source()
     with pytest.raises(InvalidRequestError, match="exists; name another destination, or --overwrite replaces it"):
@@ -242,15 +293,13 @@ def test_a_destination_that_exists_is_left_alone_unless_told(out: Path, whole: d
 
 
 def test_an_overwriting_run_that_fails_leaves_the_old_model(out: Path) -> None:
-    out.mkdir()
-    (out / "config.json").write_text("{}")
+    old_model(out)
     killed_at(fake_source(), HEAD, out, ConvertOptions(overwrite=True))
-    assert folder_bytes(out) == {"config.json": b"{}"}
+    assert folder_bytes(out) == OLD
 
 
 def test_a_rename_that_fails_puts_the_old_model_back(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out.mkdir()
-    (out / "config.json").write_text("{}")
+    old_model(out)
     rename = os.rename
 
     def failing(source: Path, target: Path) -> None:
@@ -261,14 +310,13 @@ def test_a_rename_that_fails_puts_the_old_model_back(out: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(ConversionError, match="no"):
         convert(fake_source(), out, ConvertOptions(overwrite=True))
-    assert folder_bytes(out) == {"config.json": b"{}"}
+    assert folder_bytes(out) == OLD
 
 
 def test_a_kill_between_the_two_renames_is_mended_by_the_same_command(
     out: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out.mkdir()
-    (out / "config.json").write_text("{}")
+    old_model(out)
     rename = os.rename
     options = ConvertOptions(packing=Q4.packing, max_shard_bytes=20_000, overwrite=True)
 
@@ -313,7 +361,11 @@ def test_only_a_model_folder_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "docs" / "thesis.txt").write_text("years")
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "docs")
-    for name, problem in (("docs", "no model folder"), ("file", "is no folder"), ("link", "is no folder")):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.json").write_text("{}")
+    for name, problem in (
+        ("docs", "no model folder"), ("project", "no model folder"), ("file", "is no folder"), ("link", "is no folder")
+    ):  # fmt: skip
         with pytest.raises(InvalidRequestError, match=problem):
             convert(fake_source(), tmp_path / name, ConvertOptions(overwrite=True))
     assert (tmp_path / "docs" / "thesis.txt").read_text() == "years"
@@ -327,23 +379,57 @@ def test_missing_folders_above_the_destination_are_made_and_a_file_there_is_an_e
         convert(fake_source(), tmp_path / "file" / "out", Q4)
 
 
+def test_a_destination_that_cannot_be_looked_at_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for name, problem in (
+        ("x" * 300, "File name too long"), ("x" * 245, "File name too long"), ("circle/out", "can't be used")
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequestError, match=problem):
+            convert(fake_source(), tmp_path / name, Q4)
+
+    def refused(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.raises(InvalidRequestError, match="can't be used: Permission denied"):
+        convert(fake_source(), tmp_path / "locked" / "out", Q4)
+
+
+def test_a_folder_of_someone_elses_is_not_replaced(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(fake_source(), out, Q4)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != out)
+    with pytest.raises(InvalidRequestError, match="no permission to delete what is in"):
+        convert(fake_source(), out, ConvertOptions(overwrite=True))
+
+
 def test_a_folder_that_may_not_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(InvalidRequestError, match="no permission to write in"):
         convert(fake_source(), tmp_path / "out", Q4)
 
 
-def test_a_link_in_place_of_a_shard_is_not_followed(out: Path, tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_shard_is_not_followed(out: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine" * 100_000)
     source = fake_source()
     killed_at(source, HEAD, out)
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
+    shards = [name for name in whole if name.endswith(".safetensors")]
     for shard in work_folder(out).glob("*.safetensors"):
         shard.unlink()
         shard.symlink_to(victim)
+
+    def link(read: str) -> None:
+        with contextlib.suppress(FileExistsError):
+            (work_folder(out) / shards[-1]).symlink_to(victim)
+
+    source.before_read = link
     with pytest.raises(ConversionError):
         convert(source, out, Q4)
-    assert victim.read_text() == "mine"
+    assert victim.read_bytes() == b"mine" * 100_000
+    (work_folder(out) / shards[-1]).unlink()
+    convert(fake_source(), out, Q4)
+    assert folder_bytes(out) == whole
+    assert victim.read_bytes() == b"mine" * 100_000
 
 
 def test_the_destination_is_relative_to_where_one_is(

@@ -168,6 +168,12 @@ def test_an_index_that_names_no_plain_file_is_refused(tmp_path: Path, name: Any)
         shard_files(tmp_path)
 
 
+def test_an_index_that_names_a_file_of_thousands_of_letters_names_a_missing_one(tmp_path: Path) -> None:
+    folder_of(tmp_path, "model.safetensors", index={"a": f"{'x' * 5000}.safetensors"})
+    with pytest.raises(ModelFileError, match=r"the shard x{120} is missing"):
+        shard_files(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
 def test_a_broken_index_is_an_error(tmp_path: Path, text: str) -> None:
     folder_of(tmp_path, "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from gguf.quants import dequantize
 from mlxinfer import upstream
 from mlxinfer.convert.export import folder as folders
 from mlxinfer.convert.export.gguf import export_gguf
+from mlxinfer.convert.export.huggingface import export_huggingface
 from mlxinfer.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 from mlxinfer.formats.gguf import load_gguf, read_gguf
 from tests.unit.convert.export import models
@@ -237,6 +239,39 @@ def test_slices_of_a_tensor_make_up_the_whole(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "whole.gguf").read_bytes() == (tmp_path / "sliced.gguf").read_bytes()
 
 
+@pytest.mark.parametrize("export", [export_gguf, export_huggingface])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_name_that_the_disk_cannot_hold_is_an_error(export: Any, dry_run: bool, tmp_path: Path) -> None:
+    source = models.write(tmp_path / "mlx", "llama")
+    for name in ("x" * 300, "x" * 245):
+        with pytest.raises(InvalidRequestError, match="File name too long"):
+            export(source, tmp_path / name, dry_run=dry_run)
+
+
+@pytest.mark.parametrize("export", [export_gguf, export_huggingface])
+def test_every_file_is_on_the_disk_before_it_has_its_name(
+    export: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = models.write(tmp_path / "mlx", "llama")
+    fsync, synced = os.fsync, set[int]()
+
+    def syncing(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    export(source, tmp_path / "m")
+    files = [tmp_path / "m", *((tmp_path / "m").iterdir() if (tmp_path / "m").is_dir() else ())]
+    assert {path.stat().st_ino for path in (tmp_path, *files)} <= synced
+
+
+def test_a_folder_that_may_not_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = models.write(tmp_path / "mlx", "llama")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(InvalidRequestError, match="no permission to write in"):
+        export_gguf(source, tmp_path / "m.gguf", dry_run=True)
+
+
 def test_the_file_is_never_overwritten(tmp_path: Path) -> None:
     source = models.write(tmp_path / "mlx", "llama")
     (tmp_path / "m.gguf").write_bytes(b"mine")
@@ -245,17 +280,25 @@ def test_the_file_is_never_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "m.gguf").read_bytes() == b"mine"
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 4.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 128,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-    },
+    "yarn": YARN | {"beta_fast": 32.0, "beta_slow": 1.0},
     "llama3": models.LLAMA3,
 }
+
+
+def test_biases_of_q_and_k_are_interleaved_as_their_rows_are(tmp_path: Path) -> None:
+    source = models.write(tmp_path / "mlx", "llama", attention_bias=True)
+    export_gguf(source, tmp_path / "m.gguf", floats="float32")
+    before: Any = mx.load(str(source / "model.safetensors"))
+    tensors = read_gguf(tmp_path / "m.gguf").tensors
+    for name, heads in (("q", 4), ("k", 2)):
+        bias = np.array(before[f"model.layers.0.self_attn.{name}_proj.bias"])
+        stored = tensors[f"blk.0.attn_{name}.bias"]
+        data = np.fromfile(stored.path, np.float32, count=bias.size, offset=stored.offset)
+        np.testing.assert_array_equal(data.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1), bias)
+        assert not np.array_equal(data, bias)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -275,10 +318,18 @@ def test_a_table_of_rope_factors_is_read_back(tmp_path: Path) -> None:
     assert load_gguf(tmp_path / "m.gguf", dtype=mx.float32).config["rope_scaling"]["long_factor"] == factors
 
 
+def test_yarn_without_an_original_context_has_that_of_mlx_lm(tmp_path: Path) -> None:
+    source = models.write(tmp_path / "mlx", "llama", rope_scaling={"rope_type": "yarn", "factor": 4.0, "mscale": 1})
+    export_gguf(source, tmp_path / "m.gguf")
+    assert read_gguf(tmp_path / "m.gguf").metadata["llama.rope.scaling.original_context_length"] == 4096
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling is 'dynamic'"),
+        ("llama", {"rope_scaling": YARN | {"mscale": 0.707}}, "mscale"),
+        ("llama", {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale"),
         ("llama", {"rope_traditional": True}, "rope_traditional is set"),
         ("gemma2", {"query_pre_attn_scalar": 99}, "query_pre_attn_scalar is 99, not 32"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),

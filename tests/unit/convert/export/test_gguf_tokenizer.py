@@ -66,7 +66,7 @@ def sentencepiece(**changes: Any) -> dict[str, Any]:
         "fuse_unk": True,
         "byte_fallback": True,
         "vocab": ids,
-        "merges": [list(pair) for pair in merges_from_scores(ids, types, scores)],
+        "merges": [list(pair) for pair in merges_from_scores(ids, types, scores, "")],
     }
     added = [
         {"id": i, "content": tokens[i], "special": True, "normalized": False, "lstrip": False, "rstrip": False,
@@ -167,7 +167,7 @@ def test_a_sentencepiece_vocabulary_gets_scores_that_give_its_merges(tmp_path: P
     assert plain(found, "unknown_token_id") == 0
     assert plain(found, "token_type")[:4] == [UNKNOWN, CONTROL, CONTROL, BYTE]
     ids = {text: i for i, text in enumerate(plain(found, "tokens"))}
-    again = merges_from_scores(ids, plain(found, "token_type"), plain(found, "scores"))
+    again = merges_from_scores(ids, plain(found, "token_type"), plain(found, "scores"), "")
     assert [list(pair) for pair in again] == parsed["model"]["merges"]
 
 

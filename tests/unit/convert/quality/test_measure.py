@@ -302,6 +302,13 @@ def test_the_report_for_a_console_has_sizes_notes_and_figures(tmp_path: Path) ->
     assert json.dumps(report.summary(outcome(tmp_path), COMPARISON))
 
 
+@pytest.mark.parametrize("line_end", ["\r", "\x0b", "\x85", "\u2028"])
+def test_no_field_of_the_sources_card_closes_the_metadata(line_end: str, tmp_path: Path) -> None:
+    source = line_end.join(["---\nlicense: mit", "---", " <script>"]) + "\n---\n"
+    card = make_card(outcome(tmp_path), source="org/model", source_card=source)
+    assert "script" not in card
+
+
 def test_the_card_carries_the_licence_over_and_nothing_else_of_the_source(tmp_path: Path) -> None:
     source = "---\nlicense: apache-2.0\nlanguage:\n- en\n- de\ntags:\n- evil\nwidget: x\n---\n# Body\nlicense: gpl\n"
     assert card_fields(source) == {"license": "license: apache-2.0", "language": "language:\n- en\n- de"}

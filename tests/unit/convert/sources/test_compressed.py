@@ -166,8 +166,9 @@ def test_tensors_that_do_not_agree_are_refused(
 
 @pytest.mark.parametrize(
     "change",
-    [{"format": "marlin-24"}, {"format": None}, {"sparsity_config": {"format": "sparse-24-bitmask"}}],
-)
+    [{"format": "marlin-24"}, {"format": None}, {"format": ["None"]}, {"config_groups": {"g": {"format": ["None"]}}},
+     {"sparsity_config": {"format": "sparse-24-bitmask"}}],
+)  # fmt: skip
 def test_formats_that_are_not_read_are_named(tmp_path: Path, change: dict[str, object]) -> None:
     tensors = packed_tensors(4, *matrix(4, 2))
     with pytest.raises(UnsupportedModelError, match=r"marlin-24|None|sparse-24-bitmask"):

@@ -217,7 +217,8 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "change"),
     [("gptq", {"bits": 5}), ("gptq", {"bits": "4"}), ("gptq", {"bits": None}), ("gptq", {"group_size": 0}),
-     ("gptq", {"group_size": -2}), ("gptq", {"checkpoint_format": "marlin"}), ("gptq", {"group_size": 2**40}),
+     ("gptq", {"group_size": -2}), ("gptq", {"checkpoint_format": "marlin"}), ("gptq", {"checkpoint_format": ["gptq"]}),
+     ("gptq", {"group_size": 2**40}),
      ("awq", {"bits": 8}), ("awq", {"version": "gemv"}), ("awq", {"group_size": 1.5})],
 )  # fmt: skip
 def test_settings_that_are_not_known_are_refused(tmp_path: Path, method: str, change: dict[str, object]) -> None:

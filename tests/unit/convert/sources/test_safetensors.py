@@ -223,6 +223,12 @@ def test_only_known_files_are_taken_along(tmp_path: Path) -> None:
     assert set(opened(folder).extras) == {"tokenizer.json", "generation_config.json"}
 
 
+def test_a_shard_whose_name_is_no_text_has_a_fingerprint(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, plain({"a.weight": floats(2, 2)}))
+    (folder / "model.safetensors").rename(folder / "model-\udcff.safetensors")
+    assert opened(folder).fingerprint()
+
+
 def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, plain({"a.weight": floats(2, 2)}))
     first = opened(folder).fingerprint()

@@ -248,3 +248,12 @@ def test_a_number_of_pieces_that_cannot_be_is_refused(tmp_path: Path, count: str
     (tmp_path / f"pytorch_model-00001-of-{count}.bin").write_bytes(b"PK")
     with pytest.raises(ModelFileError, match=f"there are {int(count)} pieces"):
         open_source(tmp_path)
+
+
+def test_the_fingerprint_notices_a_file_that_is_written_into(tmp_path: Path) -> None:
+    folder(tmp_path, ONE, {"0": SIX.tobytes()})
+    source = opened(tmp_path)
+    before = source.fingerprint()
+    assert source.fingerprint() == before
+    os.utime(tmp_path / "pytorch_model.bin", ns=(1, 1))
+    assert source.fingerprint() != before

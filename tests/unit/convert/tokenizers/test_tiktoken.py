@@ -13,6 +13,7 @@ import tokenizers
 
 from mlxinfer.convert.tokenizers import tokenizer_json
 from mlxinfer.errors import ModelFileError
+from mlxinfer.formats.gguf.merges import every_split
 from mlxinfer.formats.gguf.pretokenizers import LLAMA3, QWEN2
 
 if TYPE_CHECKING:
@@ -127,3 +128,9 @@ def test_broken_files_are_errors_that_name_file(tmp_path: Path, lines: bytes) ->
     (tmp_path / "tokenizer.model").write_bytes(lines)
     with pytest.raises(ModelFileError, match=r"tokenizer\.model"):
         tokenizer_json(tmp_path, {"model_type": "llama"})
+
+
+def test_a_vocabulary_of_runs_is_an_error_before_it_fills_the_memory() -> None:
+    runs = [letter * length for letter in "abc" for length in range(1, 513)]
+    with pytest.raises(ModelFileError, match=r"^model: its tokens split into others in too many ways"):
+        every_split(runs, {text: i for i, text in enumerate(runs)}, "model")
