@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
 Method = Literal["lora", "qlora", "dora", "rslora", "full"]
+ODD_BITS = (3, 5, 6)
 ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 """Parameters of mlx-lm's adapter layers; what they wrap has other names."""
 
@@ -71,6 +72,12 @@ def _layers(model: nn.Module, options: MethodOptions) -> dict[str, nn.Module]:
     candidates = [path for path, module in modules.items() if adaptable(module)]
     made: dict[str, nn.Module] = {}
     for path in select(model, candidates, options.targets, options.num_layers):
+        if options.method == "dora" and (bits := getattr(modules[path], "bits", None)) in ODD_BITS:
+            raise InvalidRequestError(
+                f"{path} is packed in {bits} bits, where mlx-lm's DoRA layer miscounts its inputs: use lora, or a "
+                "base of 4 or 8 bits",
+                param="method",
+            )
         layer = adapted(modules[path])
         if layer is None:
             raise InvalidRequestError(f"{path}: {options.method} cannot adapt a {type(modules[path]).__name__}")

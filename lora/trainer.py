@@ -17,6 +17,7 @@ from mlxinfer.errors import InvalidRequestError, TrainingError
 from mlxinfer.lora import checkpoint, methods, objectives
 from mlxinfer.lora.adapter import save_adapter
 from mlxinfer.lora.callbacks import Callback, JsonLog, Record, read_log
+from mlxinfer.lora.card import adapter_card
 from mlxinfer.lora.evaluate import evaluate, sample
 from mlxinfer.lora.gradients import Gradients, is_number
 from mlxinfer.lora.history import History
@@ -326,8 +327,19 @@ class _Run:
         told = {"updates": self.state.update, "best_update": self.state.best_update or None}
         extra = {**self.extra, "mlxinfer": {**self.extra.get("mlxinfer", {}), **told}}
         save_adapter(folder, self.model, self.config.method_options, extra)
+        self._write_card(folder)
         self.model.load_weights(list(last.items()), strict=False)
         self.history.write_report(folder / "report.html", f"Training of {folder.name}")
+
+    def _write_card(self, folder: Path) -> None:
+        layers = tuple(path for path, module in self.model.named_modules() if "lora_a" in module)
+        options = dataclasses.replace(self.config.method_options, targets=layers)
+        facts: dict[str, object] = {"loss": self.config.loss, "updates": self.state.update, "tokens": self.state.tokens}
+        facts |= {"rows": self.history.facts["rows"], "seed": self.config.seed}
+        if self.state.best_loss is not None:
+            facts["held-out loss"] = f"{self.state.best_loss:.4f} after update {self.state.best_update}"
+        card = adapter_card(options, name=folder.name, base=str(self.extra.get("model", "")), facts=facts)
+        checkpoint.write_text(folder / "README.md", card)
 
     def _weights(self) -> dict[str, mx.array]:
         return dict(tree_flatten(self.model.trainable_parameters()))

@@ -168,7 +168,12 @@ def _row_order(parameter: Parameter, config: Config) -> np.ndarray | None:
     heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(path.rpartition(".")[2])
     if heads is None:
         return None
-    return np.arange(parameter.shape[0]).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+    return rope_order(parameter.shape[0], heads)
+
+
+def rope_order(rows: int, heads: int) -> np.ndarray:
+    """Which row of mlx-lm's each row of llama.cpp's is, where q and k are interleaved."""
+    return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
 def _float_fate(model: MLXFolder, parameter: Parameter, kind: Kind, *, shift: bool) -> Fate:

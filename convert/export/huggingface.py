@@ -65,8 +65,8 @@ def export_huggingface(
         check_destination(destination, outcome.nbytes)
         if not dry_run:
             with appearing(destination, folder=True) as work:
-                _write_shards(work, outputs, max_shard_bytes, Meter(outcome.nbytes, report, cancel))
-                _copy_files(folder, work)
+                write_shards(work, outputs, max_shard_bytes, Meter(outcome.nbytes, report, cancel))
+                copy_files(folder, work)
                 with synced(work / "config.json") as file:
                     file.write(json_bytes(_config(model, family, FLOATS[kind]), indent=2) + b"\n")
         return outcome
@@ -146,7 +146,8 @@ def _fused(model: MLXFolder, parameter: Parameter, kind: str) -> Output:
     return Output(name, shape, kind, nbytes, tuple(p.name for p in parts), handling, note, chunks)
 
 
-def _write_shards(work: Path, outputs: Sequence[Output], limit: int, meter: Meter) -> None:
+def write_shards(work: Path, outputs: Sequence[Output], limit: int, meter: Meter, form: str = "pt") -> None:
+    """The safetensors files of a model folder, and their index; `form` is what transformers looks for in them."""
     shards: list[list[Output]] = [[]]
     for output in outputs:
         if shards[-1] and sum(o.nbytes for o in shards[-1]) + output.nbytes > limit:
@@ -157,7 +158,7 @@ def _write_shards(work: Path, outputs: Sequence[Output], limit: int, meter: Mete
         names = ["model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
         with synced(work / name) as file:
-            file.write(_header(shard))
+            file.write(_header(shard, form))
             for output in shard:
                 write_chunks(file, output, meter)
     if len(shards) > 1:
@@ -167,8 +168,8 @@ def _write_shards(work: Path, outputs: Sequence[Output], limit: int, meter: Mete
             file.write(json.dumps(index, indent=2).encode() + b"\n")
 
 
-def _header(shard: Sequence[Output]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(shard: Sequence[Output], form: str) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": form}}
     at = 0
     for output in shard:
         entries[output.name] = {
@@ -182,7 +183,8 @@ def _header(shard: Sequence[Output]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _copy_files(folder: Path, work: Path) -> None:
+def copy_files(folder: Path, work: Path) -> None:
+    """The tokenizer's files, and the generation config."""
     names = [*TOKENIZER_FILES, *(path.name for path in folder.glob("*.tiktoken"))]
     for name in names:
         source = open_regular(folder / name)

@@ -73,6 +73,7 @@ def read_adapter(name: str, folder: Path) -> AdapterFiles:
     tensors = check_safetensors(folder / WEIGHTS)
     if not tensors:
         raise ModelFileError(f"{folder / WEIGHTS} holds no tensor")
+    _check_belongs(path, config, folder / WEIGHTS)
     says = json.dumps([num_layers, rank, scale, keys, dora])
     digest = digest_of(folder / WEIGHTS, says)
     return AdapterFiles(name, folder, num_layers, rank, scale, keys, dora, tensors, digest)
@@ -91,6 +92,22 @@ def digest_of(path: Path, says: str) -> str:
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}") from error
     return digest.hexdigest()
+
+
+def _check_belongs(path: Path, config: Mapping[str, Any], weights: Path) -> None:
+    """The trainer writes into the config which weights it is of: other ones would run with a wrong scale."""
+    ours = config.get("mlxinfer")
+    wanted = ours.get("weights_sha256") if isinstance(ours, dict) else None
+    file: Any = open_regular(weights) if wanted is not None else None
+    if file is None:
+        return
+    with file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
+            raise ModelFileError(
+                f"{path} is the config of other weights than {weights.name}: mlxinfer.weights_sha256 differs. The "
+                "folder was copied or saved in part; copy it anew, or delete that key if the weights were changed on "
+                "purpose"
+            )
 
 
 def _is_dora(path: Path, config: Mapping[str, Any]) -> bool:

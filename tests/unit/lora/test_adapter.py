@@ -104,3 +104,12 @@ def test_an_adapter_for_another_base_names_the_tensor(tmp_path: Path) -> None:
     (tmp_path / "adapters.safetensors").write_bytes(b"torn")
     with pytest.raises(ModelFileError, match=r"adapters\.safetensors"):
         load_adapter(model(), tmp_path)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6])
+def test_dora_on_a_base_of_odd_bits_is_refused_and_lora_is_not(bits: int) -> None:
+    packed = model()
+    nn.quantize(packed, group_size=32, bits=bits)
+    with pytest.raises(InvalidRequestError, match=f"is packed in {bits} bits"):
+        apply(packed, MethodOptions("dora"))
+    assert apply(packed, MethodOptions("qlora"))

@@ -1,0 +1,343 @@
+"""PEFT's adapters read and written: LoRA, rsLoRA and DoRA, on linear layers, embeddings and experts.
+
+PEFT holds A as [rank, in] and B as [out, rank], mlx-lm both the other way round; of experts PEFT has one pair each.
+mlx-lm knows one rank and one scale for all layers: smaller ranks are padded with zeros and other scales go into B.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mlxinfer.convert.card import CARD
+from mlxinfer.convert.export.names import FAMILIES, expert_name
+from mlxinfer.errors import ModelFileError, UnsupportedModelError
+from mlxinfer.lora import bases
+from mlxinfer.lora.adapter import FLOATS, MAX_NAMED, Adapter
+from mlxinfer.lora.checkpoint import read_tensors
+from mlxinfer.lora.methods import MethodOptions
+from mlxinfer.lora.peft_config import CONFIG, config_text, read_config
+from mlxinfer.lora.places import new_folder, put_tensors, put_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    import mlx.nn as nn
+
+    from mlxinfer.lora.peft_config import PeftConfig
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+MAX_PADDED_BYTES = 16 << 30
+NOTE = "peft"
+"""Under this note an imported adapter says what its layers' own ranks and alphas were."""
+LEFT_OUT = "left_out"
+"""Tensors of a PEFT adapter that are the base's own."""
+_NAME = re.compile(
+    r"base_model\.model\.(?P<path>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.weight)?"
+)
+_BASE = re.compile(r"base_model\.model\.(?P<path>.+)\.base_layer\.(?:weight|bias)")
+_PARTS = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
+
+
+def read_peft(folder: Path, model: nn.Module) -> Adapter:
+    """The adapter in `folder` for `model`, a base with or without weights.
+
+    Raises ModelFileError that names every tensor that doesn't fit, UnsupportedModelError for what mlx-lm has no form
+    for: other kinds of adapters, layers saved whole, DoRA on embeddings, families whose names differ.
+    """
+    config = read_config(folder)
+    check_family(model)
+    path = folder / WEIGHTS
+    if not path.exists() and (folder / "adapter_model.bin").exists():
+        raise UnsupportedModelError(f"{folder} holds adapter_model.bin, a pickle, which is not read; save it anew")
+    tensors = read_tensors(path)
+    if not tensors:
+        raise ModelFileError(f"{path} holds no tensor")
+    wrong: list[str] = []
+    layers = bases.layers_of(model)
+    tensors, copies = _without_copies(tensors, layers, wrong)
+    parts = _by_layer(tensors, model, config, wrong)
+    found: dict[str, dict[str, mx.array]] = {}
+    for name, held in parts.items():
+        if problems := list(_problems(name, held, layers[name], config)):
+            wrong += problems
+        else:
+            found[name] = _as_mlx(held, layers[name])
+    if wrong:
+        named = "; ".join(wrong[:MAX_NAMED]) + (
+            f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        )
+        raise ModelFileError(f"{path} doesn't go with this base, a {bases.model_type_of(model)}: {named}")
+    adapter = uniform(found, layers, config)
+    return replace(adapter, notes={**adapter.notes, LEFT_OUT: copies}) if copies else adapter
+
+
+def _without_copies(
+    tensors: Mapping[str, mx.array], layers: Mapping[str, nn.Module], wrong: list[str]
+) -> tuple[dict[str, mx.array], list[str]]:
+    """The rest, and the names of the base's own embeddings and head, which PEFT saves beside their adapters."""
+    copies = {name: match["path"] for name in tensors if (match := _BASE.fullmatch(name))}
+    for name, path in copies.items():
+        shape = bases.weight_shape(layers[path]) if path in layers else None
+        if name.endswith(".weight") and tensors[name].shape != shape:
+            wrong.append(f"{name:.160} is {tensors[name].shape}; the base has {shape}")
+    return {name: value for name, value in tensors.items() if name not in copies}, sorted(copies)
+
+
+def check_family(model: nn.Module) -> None:
+    """Raises UnsupportedModelError where mlx-lm's names may differ from those that PEFT sees in transformers."""
+    model_type = bases.model_type_of(model)
+    # Without a `sanitize`, published tensors are loaded as they are.
+    if model_type not in FAMILIES and hasattr(model, "sanitize"):
+        raise UnsupportedModelError(
+            f"adapters of {model_type!r:.60} can't be exchanged with PEFT: what mlx-lm did to the names and layouts of "
+            f"this architecture is not known here; known: {', '.join(sorted(FAMILIES))}"
+        )
+
+
+_Parts = dict[tuple[int | None, str], mx.array]
+"""Of one layer of mlx-lm's: (expert or None, lora_A, lora_B or lora_magnitude_vector) → tensor."""
+
+
+def _by_layer(
+    tensors: Mapping[str, mx.array], model: nn.Module, config: PeftConfig, wrong: list[str]
+) -> dict[str, _Parts]:
+    layers = bases.layers_of(model)
+    experts = _expert_pattern(model)
+    found: dict[str, _Parts] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            wrong.append(f"{name:.160} is no part of a LoRA or DoRA layer")
+            continue
+        path, expert = match["path"], None
+        if path not in layers and experts and (one := experts.fullmatch(path)):
+            path, expert = _stack_of(one, model), int(one["e"])
+        if path not in layers:
+            wrong.append(f"{name:.160} is for a layer that the base doesn't have")
+        elif tensor.dtype not in FLOATS:
+            wrong.append(f"{name} is {tensor.dtype}; floats are expected")
+        else:
+            found.setdefault(path, {})[expert, _PARTS.get(match["part"], match["part"])] = tensor
+    return found
+
+
+def _expert_pattern(model: nn.Module) -> re.Pattern[str] | None:
+    family = FAMILIES.get(bases.model_type_of(model))
+    if family is None or family.experts is None:
+        return None
+    single = re.escape(family.experts.single).replace(r"\{e\}", r"(?P<e>\d{1,6})")
+    return re.compile(rf"(?P<layer>model\.layers\.\d+)\.{single}\.(?P<projection>\w+)")
+
+
+def _stack_of(match: re.Match[str], model: nn.Module) -> str:
+    experts = FAMILIES[bases.model_type_of(model)].experts
+    assert experts is not None
+    ours = {published: own for own, published in experts.projections.items()}
+    return f"{match['layer']}.{experts.stack}.{ours.get(match['projection'], match['projection'])}"
+
+
+def _problems(path: str, held: _Parts, layer: nn.Module, config: PeftConfig) -> Iterator[str]:
+    """What of a layer is missing or of another shape than the base's."""
+    *lead, rows, columns = bases.weight_shape(layer)
+    kind = bases.kind_of(layer)
+    if config.dora and kind != "Linear":
+        yield f"{path} is DoRA on a layer of the kind {kind}, which mlx-lm computes otherwise or not at all"
+        return
+    experts = range(lead[0]) if lead else (None,)
+    first, last = (rows, columns) if kind == "Embedding" else (columns, rows)
+    ranks = {tensor.shape[0] for (_, part), tensor in held.items() if part == "lora_A" and tensor.ndim == 2}
+    rank = min(ranks, default=config.rank)
+    wanted = {"lora_A": (rank, first), "lora_B": (last, rank)} | (
+        {"lora_magnitude_vector": (rows,)} if config.dora else {}
+    )
+    expected = {(expert, part): shape for expert in experts for part, shape in wanted.items()}
+    for (expert, part), shape in expected.items():
+        where = f"{path}.{part}" + ("" if expert is None else f" of expert {expert}")
+        if (expert, part) not in held:
+            yield f"{where} is missing"
+        elif held[expert, part].shape != shape or 0 in shape:
+            yield f"{where} is {held[expert, part].shape}; the base has {shape}"
+    for expert, part in held.keys() - expected.keys():
+        yield f"{path}.{part} " + ("has no use here" if expert is None else f"of expert {expert} has no use here")
+
+
+def _as_mlx(held: _Parts, layer: nn.Module) -> dict[str, mx.array]:
+    if bases.kind_of(layer) == "SwitchLinear":
+        experts = range(bases.weight_shape(layer)[0])
+        return {leaf: mx.stack([held[e, part] for e in experts]) for leaf, part in _STACKED.items()}
+    found = {"lora_a": held[None, "lora_A"].T, "lora_b": held[None, "lora_B"].T}
+    magnitude = held.get((None, "lora_magnitude_vector"))
+    return found if magnitude is None else found | {"m": magnitude}
+
+
+_STACKED = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_RANK_AXES = {"Linear": {"lora_a": 1, "lora_b": 0}, "SwitchLinear": {"lora_a": 1, "lora_b": 2}}
+_RANK_AXES["Embedding"] = _RANK_AXES["Linear"]
+
+
+def uniform(found: Mapping[str, dict[str, mx.array]], layers: Mapping[str, nn.Module], config: PeftConfig) -> Adapter:
+    """An adapter of one rank and one scale: the highest rank, and the scale that most layers have.
+
+    `found` has lora_a, lora_b and m of each layer as mlx-lm lays them out, of any rank. Raises ModelFileError for
+    ranks that are too far apart.
+    """
+    ranks = {path: arrays["lora_b"].shape[rank_axis(layers[path], "lora_b")] for path, arrays in found.items()}
+    scales = {path: config.scale_of(path, rank) for path, rank in ranks.items()}
+    rank, values = max(ranks.values()), list(scales.values())
+    padded = sum(array.nbytes // ranks[path] * rank for path, arrays in found.items() for array in arrays.values())
+    if padded > MAX_PADDED_BYTES and len(set(ranks.values())) > 1:
+        raise ModelFileError(
+            f"ranks from {min(ranks.values())} to {rank}: mlx-lm has one for all layers, and padded to that the "
+            f"adapter takes {padded / 1e9:.1f} GB; at most {MAX_PADDED_BYTES / 1e9:.1f} are made"
+        )
+    scale = max(values, key=lambda value: (value > 0, values.count(value), value))
+    weights: dict[str, mx.array] = {}
+    for path, arrays in found.items():
+        for leaf, array in arrays.items():
+            if leaf == "lora_b":
+                array = _scaled(array, scales[path] / scale if scales[path] != scale else 1.0)
+            if leaf != "m":
+                array = _with_rank(array, rank_axis(layers[path], leaf), rank)
+            weights[f"{path}.{leaf}"] = mx.contiguous(array)
+    method = "dora" if config.dora else "rslora" if config.rslora else "lora"
+    alpha = _alpha(scale, rank, rslora=method == "rslora")
+    options = MethodOptions(method, rank, alpha, config.dropout, tuple(found))
+    own = {path: [ranks[path], scales[path]] for path in found if (ranks[path], scales[path]) != (rank, scale)}
+    return Adapter(options, weights, {NOTE: own} if own else {})
+
+
+def rank_axis(layer: nn.Module, leaf: str) -> int:
+    """Which axis of lora_a or lora_b counts the rank."""
+    return _RANK_AXES[bases.kind_of(layer)][leaf]
+
+
+def _with_rank(array: mx.array, axis: int, rank: int) -> mx.array:
+    """Padded with zeros to `rank`, or cut to it."""
+    if (missing := rank - array.shape[axis]) > 0:
+        return mx.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
+    return mx.take(array, mx.arange(rank), axis) if missing < 0 else array
+
+
+def _scaled(array: mx.array, factor: float) -> mx.array:
+    """Exact for a power of 2; otherwise in float32."""
+    if factor == 1.0:
+        return array
+    exact = math.frexp(factor)[0] == 0.5
+    return (array if exact else array.astype(mx.float32)) * factor
+
+
+def _alpha(scale: float, rank: int, *, rslora: bool) -> float:
+    """The alpha that makes `scale`, a whole number if one does."""
+    divisor = math.sqrt(rank) if rslora else rank
+    whole = float(round(scale * divisor))
+    return whole if whole / divisor == scale else scale * divisor
+
+
+def write_peft(destination: Path, adapter: Adapter, model: nn.Module, *, base: str = "", card: str = "") -> int:
+    """Write `adapter`, which is for `model`, as a folder that PEFT loads; returns its tensors' bytes.
+
+    `base` is what PEFT will load it onto, `card` its README.md.
+
+    Experts are written one by one, as transformers had them before it stacked them; PEFT converts them as it loads.
+    Raises UnsupportedModelError, InvalidRequestError where something is in the way, and ExportError.
+    """
+    options = adapter.options
+    if options.method == "full":
+        raise UnsupportedModelError("a full fine-tuning is no adapter; make a model of it with mlxinfer lora fuse")
+    check_family(model)
+    layers = bases.layers_of(model)
+    # Where PEFT stacks experts it doubles their ranks, and makes up for that in alpha / rank only.
+    stacked = any(bases.kind_of(layers[path]) == "SwitchLinear" for path in options.targets)
+    rslora = options.method == "rslora" and not stacked
+    own = {path: found for path in options.targets if (found := _own_of(adapter, path, layers[path]))}
+    tensors: dict[str, mx.array] = {}
+    paths: list[str] = []
+    for path in options.targets:
+        rank, scale = own.get(path, (options.rank, options.scale))
+        arrays = {leaf: adapter.weights[f"{path}.{leaf}"] for leaf in ("lora_a", "lora_b")}
+        if rank != options.rank:
+            arrays = {leaf: _with_rank(array, rank_axis(layers[path], leaf), rank) for leaf, array in arrays.items()}
+        arrays["lora_b"] = _scaled(arrays["lora_b"], options.scale / scale if scale != options.scale else 1.0)
+        if options.method == "dora":
+            arrays["m"] = adapter.weights[f"{path}.m"]
+        for name, parts in _as_peft(path, arrays, layers[path], model):
+            paths.append(name)
+            tensors |= {f"{PREFIX}{name}.{part}": mx.contiguous(array) for part, array in parts.items()}
+    text = config_text(
+        base,
+        options.rank,
+        _alpha(options.scale, options.rank, rslora=rslora),
+        options.dropout,
+        _targets(paths, model) if len(paths) == len(options.targets) else paths,
+        rslora=rslora,
+        dora=options.method == "dora",
+        ranks={path: rank for path, (rank, _) in own.items() if rank != options.rank},
+        alphas={path: _alpha(scale, rank, rslora=rslora) for path, (rank, scale) in own.items()},
+    )
+    total = sum(array.nbytes for array in tensors.values())
+    with new_folder(destination, total) as work:
+        put_tensors(work / WEIGHTS, tensors, {"format": "pt"})
+        put_text(work / CONFIG, text)
+        if card:
+            put_text(work / CARD, card)
+    return total
+
+
+def _own_of(adapter: Adapter, path: str, layer: nn.Module) -> tuple[int, float] | None:
+    """(rank, scale) that a layer had in PEFT, unless it has been trained since to more than that rank."""
+    noted = adapter.notes.get(NOTE)
+    found: Any = noted.get(path) if isinstance(noted, dict) else None
+    if not isinstance(found, list) or len(found) != 2 or bases.kind_of(layer) == "SwitchLinear":
+        return None
+    rank, scale = found
+    if type(rank) is not int or not 1 <= rank <= adapter.options.rank or not isinstance(scale, float) or scale <= 0:
+        return None
+    for leaf in ("lora_a", "lora_b"):
+        array, axis = adapter.weights[f"{path}.{leaf}"], rank_axis(layer, leaf)
+        beyond = mx.take(array, mx.arange(rank, adapter.options.rank), axis)
+        if rank < adapter.options.rank and mx.any(beyond != 0).item():
+            return None
+    return rank, scale
+
+
+def _as_peft(
+    path: str, arrays: Mapping[str, mx.array], layer: nn.Module, model: nn.Module
+) -> Iterator[tuple[str, dict[str, mx.array]]]:
+    """(path in transformers, PEFT's tensors) of one layer of mlx-lm's."""
+    kind = bases.kind_of(layer)
+    if kind == "SwitchLinear":
+        experts = FAMILIES[bases.model_type_of(model)].experts if bases.model_type_of(model) in FAMILIES else None
+        pattern = expert_name(f"{path}.weight", experts) if experts else None
+        if pattern is None:
+            raise UnsupportedModelError(f"{path}: PEFT has no form for adapters of these experts")
+        for e in range(arrays["lora_a"].shape[0]):
+            name = pattern.removesuffix(".weight").replace("{e}", str(e))
+            yield name, {f"{part}.weight": arrays[leaf][e] for leaf, part in _STACKED.items()}
+    elif kind == "Embedding":
+        if "m" in arrays:
+            raise UnsupportedModelError(f"{path}: DoRA on an embedding is computed otherwise by PEFT")
+        yield path, {"lora_embedding_A": arrays["lora_a"].T, "lora_embedding_B": arrays["lora_b"].T}
+    else:
+        parts = {"lora_A.weight": arrays["lora_a"].T, "lora_B.weight": arrays["lora_b"].T}
+        yield path, parts | ({"lora_magnitude_vector": arrays["m"]} if "m" in arrays else {})
+
+
+def _targets(paths: list[str], model: nn.Module) -> list[str]:
+    """The last names of layers, as PEFT's configs have them, where that says the same as the whole paths."""
+
+    def ends(names: Iterable[str]) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for name in names:
+            found.setdefault(name.rpartition(".")[2], set()).add(name)
+        return found
+
+    wanted, there = ends(paths), ends(bases.layers_of(model))
+    return sorted(wanted) if all(there[end] == names for end, names in wanted.items()) else sorted(paths)
