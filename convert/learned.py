@@ -18,6 +18,7 @@ from mlxinfer import upstream
 from mlxinfer.convert.calibration import documents, packed_rows
 from mlxinfer.convert.quantizing import check_packing
 from mlxinfer.convert.sources.base import Logical, PackedArrays, Packing
+from mlxinfer.convert.unpacked import unpacked_on_cpu
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.kernels import layers
 
@@ -95,16 +96,17 @@ def _distilled(teacher: nn.Module, rows: Sequence[list[int]], packing: Packing, 
     stored = next(m["scales"].dtype for _, m in student.named_modules() if "scales" in m)
     batch = min(BATCH, max(1, len(rows) // 2))
     held_out = max(batch, len(rows) // 8)
-    upstream.dwq(
-        student,
-        lambda tokens: forward(tokens),
-        rows[:-held_out],
-        rows[-held_out:],
-        learning_rate=DWQ_LEARNING_RATE,
-        batch_size=batch,
-        dtype=stored,
-        seed=seed,
-    )
+    with unpacked_on_cpu(student):
+        upstream.dwq(
+            student,
+            lambda tokens: forward(tokens),
+            rows[:-held_out],
+            rows[-held_out:],
+            learning_rate=DWQ_LEARNING_RATE,
+            batch_size=batch,
+            dtype=stored,
+            seed=seed,
+        )
     mx.eval(student.parameters())
     return student
 
@@ -140,7 +142,12 @@ class LearnedSource:
         shape, dtype = tuple(value.shape), FLOAT_NAMES.get(value.dtype, str(value.dtype).removeprefix("mlx.core."))
         if packing is not None:
             shape, dtype = (*shape[:-1], shape[-1] * 32 // packing.bits), "float32"
-        return Logical(name, shape, dtype, value.nbytes, (name,), packing, note=f"by {self.kind}" if packing else "")
+        if packing is not None:
+            return Logical(name, shape, dtype, value.nbytes, (name,), packing, "requantized", f"by {self.kind}")
+        if self.kind == "awq":
+            # It moves factors between neighbouring layers, so that floats aren't the source's any more.
+            return Logical(name, shape, dtype, value.nbytes, (name,), None, "requantized", "rescaled by awq")
+        return Logical(name, shape, dtype, value.nbytes, (name,))
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """As Source.read."""

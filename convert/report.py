@@ -85,6 +85,7 @@ def lines(outcome: Outcome, comparison: Comparison | None = None) -> list[str]:
     text = [
         f"{outcome.source} → {outcome.folder}",
         f"{outcome.total_bytes / 1e6:,.1f} MB, {outcome.bits_per_weight:.3f} bits per weight, scales included",
+        f"recipe: {outcome.recipe}",
         "",
         *_table(rows),
     ]

@@ -2,9 +2,9 @@
 
 The loss is the KL divergence of the quantized model's next-token distribution from the float model's. To second order
 it is a half of d' F d, where d is the change of the weights and F the Fisher information: the covariance of the
-gradient of log p(y | x) with y drawn from the model itself. F is never formed. Rounding errors of different rows are
-nearly independent, so d' F d is close to the sum over rows of (gradient row · d row)², and one backward pass per row of
-text prices every width of every matrix.
+gradient of log p(y | x) with y drawn from the model itself. F is never formed. Rounding errors of different weights are
+nearly independent, so d' F d is close to the sum over weights of (gradient · d)²: the mean square of the gradient over
+rows of text prices every width of every matrix.
 """
 
 from __future__ import annotations
@@ -73,29 +73,35 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Price every form in `widths` of every matrix of `model`, a float model, over `rows` of token ids.
 
-    Takes the memory of the model, of its gradient, and of one matrix. Works on the calling thread; the model is left as
-    it was. mx.quantize is fast, and which quantizer prices the forms changes little in their order. `scale_bits`: of an
+    Takes the memory of the model, twice that of its gradient, and of one matrix. Works on the calling thread; the model
+    is left as it was. `quantizer` runs once for each form of each matrix. `scale_bits`: of an
     affine scale as stored. Raises UnsupportedModelError for a model without gradients or with nothing to pack.
     """
     for packing in widths:
         check_packing(packing)
     modules = packable(model)
     shapes = {path: tuple(module["weight"].shape) for path, module in modules.items()}
-    forms = {path: [p for packing in widths if (p := _fitting(packing, shape))] for path, shape in shapes.items()}
+    forms = {path: [p for packing in widths if (p := fitting(packing, shape))] for path, shape in shapes.items()}
     forms = {path: found for path, found in forms.items() if found}
     if not forms or not rows:
         raise UnsupportedModelError("there is nothing to measure: no matrix that mlx can pack, or no text")
-    losses = {path: [0.0] * len(found) for path, found in forms.items()}
+    squares: dict[str, mx.array] = {}
     key = mx.random.key(seed)
     for done, row in enumerate(rows):
         key, own = mx.random.split(key)
         gradients = _gradients(model, list(forms), row, own)
-        for path, found in forms.items():
-            weight, gradient = modules[path]["weight"], gradients.pop(path)
-            for i, packing in enumerate(found):
-                losses[path][i] += _loss(weight, gradient, packing, quantizer) / (2 * len(row) * len(rows))
+        for path in forms:
+            gradient = gradients.pop(path).astype(mx.float32)
+            # Per token of the row: likelihoods of tokens add up, and so do their variances.
+            square = gradient * gradient / len(row)
+            squares[path] = squares[path] + square if path in squares else square
+            mx.eval(squares[path])
         if progress is not None:
             progress(done + 1, len(rows))
+    losses = {
+        path: [_loss(modules[path]["weight"], squares[path], p, quantizer) / (2 * len(rows)) for p in found]
+        for path, found in forms.items()
+    }
     parameters: Any = tree_flatten(model.parameters())
     others = [value for name, value in parameters if name.removesuffix(".weight") not in forms]
     return Sensitivity(
@@ -106,7 +112,7 @@ def measure_sensitivity(
     )
 
 
-def _fitting(packing: Packing, shape: tuple[int, ...]) -> Packing | None:
+def fitting(packing: Packing, shape: tuple[int, ...]) -> Packing | None:
     """`packing`, with a smaller group where the columns ask for it."""
     if shape[-1] % packing.group_size == 0:
         return packing
@@ -142,12 +148,12 @@ def _gradients(model: nn.Module, paths: Sequence[str], row: Sequence[int], key: 
     return dict(zip(paths, gradients, strict=True))
 
 
-def _loss(weight: mx.array, gradient: mx.array, packing: Packing, quantizer: Quantizer) -> float:
+def _loss(weight: mx.array, squares: mx.array, packing: Packing, quantizer: Quantizer) -> float:
     words, scales, biases = quantizer(weight, packing)
     restored = mx.dequantize(words, scales, biases, packing.group_size, packing.bits, packing.mode)
     change = restored.astype(mx.float32) - weight.astype(mx.float32)
-    along = (gradient.astype(mx.float32) * change).sum(axis=-1)
-    return float(_total(along * along))
+    # Matrix by row: one sum over millions of float32 would lose what small rows add.
+    return float(_total((squares * (change * change)).sum(axis=-1)))
 
 
 def _total(values: mx.array) -> float:

@@ -14,10 +14,11 @@ import numpy as np
 
 from mlxinfer import upstream
 from mlxinfer.convert.calibration import documents, packed_rows
+from mlxinfer.convert.contest import best_plan
 from mlxinfer.convert.learned import LearnedSource, Method, learn
 from mlxinfer.convert.measure import Comparison, compare
 from mlxinfer.convert.planning import DTYPE_BYTES, FLOATS
-from mlxinfer.convert.sensitivity import measure_sensitivity, plan_for
+from mlxinfer.convert.sensitivity import measure_sensitivity
 from mlxinfer.engine.dtypes import apply_dtype_policy
 from mlxinfer.engine.loading import check_memory, load_model
 from mlxinfer.errors import ModelFileError
@@ -78,12 +79,16 @@ def measured(source: Source, outcome: Outcome) -> Comparison:
 def sensitive_recipe(source: Source, target_bpw: float, quantizer: Quantizer, dtype: str) -> Plan:
     """More bits for the matrices that lose most, at `target_bpw` bits per weight of the whole model.
 
-    Raises InvalidRequestError for a target that can't be reached.
+    The same bits throughout, where a trial on half of the calibration texts finds them better. Raises
+    InvalidRequestError for a target that can't be reached.
     """
-    rows = packed_rows(documents("calibration"), tokenizer_of(source), SENSITIVITY_TOKENS)[:SENSITIVITY_ROWS]
+    tokenizer = tokenizer_of(source)
+    texts = documents("calibration")
+    rows = packed_rows(texts, tokenizer, SENSITIVITY_TOKENS)[:SENSITIVITY_ROWS]
     scale_bits = 8 * DTYPE_BYTES[dtype]
-    found = measure_sensitivity(float_model(source), rows, quantizer=quantizer, scale_bits=scale_bits)
-    return plan_for(found, target_bpw)
+    model = float_model(source)
+    found = measure_sensitivity(model, rows, quantizer=quantizer, scale_bits=scale_bits)
+    return best_plan(model, tokenizer, found, target_bpw, texts=texts[::2], quantizer=quantizer, scale_bits=scale_bits)
 
 
 def learned_source(source: Source, method: Method, packing: Packing) -> LearnedSource:

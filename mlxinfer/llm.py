@@ -65,9 +65,10 @@ def load(
         raise UnsupportedModelError(f"{name} writes no text; load it with mlxinfer.load_encoder, or serve it")
     if progress is not None:
         progress(ProgressEvent("load", 0, files.size_bytes, name))
-    started = start_engine(
-        files.kind, files.path, name=name, source=files.origin, settings=settings, cancel=cancel, progress=progress
-    )
+    with zoo.naming_the_conversion(files):
+        started = start_engine(
+            files.kind, files.path, name=name, source=files.origin, settings=settings, cancel=cancel, progress=progress
+        )
     if progress is not None:
         progress(ProgressEvent("load", files.size_bytes, files.size_bytes, name))
     llm = LLM(started.info, started.tokenizer, _defaults(name, started.defaults), started.engine, settings)

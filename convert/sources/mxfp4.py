@@ -61,13 +61,13 @@ def lay_out(store: Store) -> Layout:
                 if suffix == "_blocks":
                     layout.entries += _matrices(store, path, pair["_blocks"], pair["_scales"])
         if name.endswith("_proj_bias"):
-            layout.entries += _biases(store, stored)
+            layout.entries += biases(store, stored)
             used.add(name)
     add_plain(layout, store, used)
     return layout
 
 
-def _rows(path: str) -> Iterator[tuple[str, slice]]:
+def layers_of(path: str) -> Iterator[tuple[str, slice]]:
     """(path of the layer, its rows) for each layer that a matrix of the file holds."""
     parent, _, last = path.rpartition(".")
     if last != FUSED:
@@ -85,7 +85,7 @@ def _matrices(store: Store, path: str, blocks: Stored, scales: Stored) -> list[E
     check_shape(scales, blocks.shape[:-1], "as its blocks have")
     if path.endswith(f".{FUSED}") and blocks.shape[1] % 2:
         raise ModelFileError(f"{blocks.where} has {blocks.shape[1]} rows; gate and up need an even number")
-    return [_matrix(store, name, rows, blocks, scales) for name, rows in _rows(path)]
+    return [_matrix(store, name, rows, blocks, scales) for name, rows in layers_of(path)]
 
 
 def _matrix(store: Store, path: str, rows: slice, blocks: Stored, scales: Stored) -> Entry:
@@ -110,13 +110,13 @@ def _matrix(store: Store, path: str, rows: slice, blocks: Stored, scales: Stored
     return Entry(logical, floats, packed)
 
 
-def _biases(store: Store, stored: Stored) -> list[Entry]:
+def biases(store: Store, stored: Stored) -> list[Entry]:
     """Those of experts, [experts, rows]: as `bias` of the layers."""
     path = stored.name.removesuffix("_bias")
     if len(stored.shape) != 2:
         raise ModelFileError(f"{stored.where} has shape {stored.shape}; [experts, rows] is expected")
     check_dtype(stored, *FLOATS)
-    return [_bias(store, stored, f"{name}.bias", rows) for name, rows in _rows(path)]
+    return [_bias(store, stored, f"{name}.bias", rows) for name, rows in layers_of(path)]
 
 
 def _bias(store: Store, stored: Stored, name: str, rows: slice) -> Entry:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mlxinfer.convert.sources import gpt_oss
 from mlxinfer.convert.sources.base import Logical, PackedArrays, Packing
 from mlxinfer.convert.sources.folder import (
     Entry,
@@ -48,8 +49,9 @@ def plain_or_packed(store: Store, folder: Path) -> Layout:
     """Plain tensors, and packed ones where config.json has mlx's "quantization"."""
     check_dtypes({n: TensorInfo(n, t.dtype, t.shape, 0, t.nbytes) for n, t in store.tensors.items()}, str(folder))
     layout = Layout()
-    settings = read_config(folder).get("quantization")
-    used: set[str] = set()
+    config = read_config(folder)
+    settings = config.get("quantization")
+    used = gpt_oss.add_experts(layout, store, config) if config.get("model_type") == gpt_oss.MODEL_TYPE else set[str]()
     if isinstance(settings, dict):
         for path, tensors in gather(store, ("weight", "scales", "biases", "global_scale")).items():
             if "scales" in tensors:

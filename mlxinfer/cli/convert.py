@@ -74,6 +74,8 @@ def convert(
         # Before what may take hours: learning, or measuring which layers are sensitive.
         check_place(path, Path(os.path.abspath(destination)), overwrite=asked["overwrite"])
     comparison = None
+    if asked["target_bpw"] is not None:
+        output.say("Measuring which matrices lose most: the model reads some text, for minutes …", dim=True)
     with contextlib.closing(open_source(path)) as origin:
         source, chosen = prepare(origin, Wanted(name=Path(model).name, dry_run=dry_run, **asked))
         plan = make_plan(source, chosen)

@@ -1,7 +1,8 @@
 """Checkpoints that are converted once, into the cache, before they are loaded.
 
-Folders in a kind of quantization that mlx-lm does not read could not be loaded otherwise. A GGUF file could, and small
-ones are; but its tensors are laid out anew at each start, which for a large one takes longer than reading a folder.
+Folders with torch's .bin files, or in a kind of quantization that mlx-lm does not read, could not be loaded otherwise.
+A GGUF file could, and small ones are; but its tensors are laid out anew at each start, which for a large one takes
+longer than reading a folder.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import re
 from typing import TYPE_CHECKING
 
 from mlxinfer.cli import output
-from mlxinfer.formats.files import read_json_object
 from mlxinfer.types import ProgressEvent
+from mlxinfer.zoo.checks import needs_conversion
 
 if TYPE_CHECKING:
     from mlxinfer.config import Settings
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 GGUF_BYTES = 2 << 30
 """GGUF files larger than this are converted."""
-READ_AS_THEY_ARE = frozenset({"awq", "bitnet", "mxfp4"})
-"""Methods that mlx-lm reads."""
 
 
 def loadable(files: ModelFiles, settings: Settings, progress: Progress | None = None) -> ModelFiles:
@@ -50,9 +49,4 @@ def loadable(files: ModelFiles, settings: Settings, progress: Progress | None = 
 def _needs_conversion(files: ModelFiles) -> bool:
     if files.kind == "gguf":
         return files.size_bytes > GGUF_BYTES
-    config = read_json_object(files.path / "config.json") or {}
-    asked = config.get("quantization_config")
-    if "quantization" in config or not isinstance(asked, dict):
-        return False
-    method = asked.get("quant_method")
-    return isinstance(method, str) and method.lower() not in READ_AS_THEY_ARE
+    return needs_conversion(files.path) is not None

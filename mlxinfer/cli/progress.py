@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -49,12 +50,16 @@ def reporting() -> Iterator[Progress]:
 
 
 class PlainProgress:
-    """One line when a file begins, then at most one every few seconds, and none twice in a row; a build has one."""
+    """One line when a file begins, then at most one every few seconds, and none twice in a row; a build has one.
+
+    Lines that count bytes say the time left, at the mean speed since the first event about the file.
+    """
 
     def __init__(self, write: Callable[[str], None] = output.say, clock: Callable[[], float] = time.monotonic) -> None:
         self._write = write
         self._clock = clock
         self._last: dict[tuple[str, str], tuple[float, str]] = {}
+        self._began: dict[tuple[str, str], tuple[float, int]] = {}
         self._lock = threading.Lock()
 
     def __call__(self, event: ProgressEvent) -> None:
@@ -68,7 +73,14 @@ class PlainProgress:
             if now - before < PLAIN_INTERVAL or (text := line(event)) == said:
                 return
             self._last[key] = now, text
-            self._write(text)
+            self._write(text + self._left(event, key, now))
+
+    def _left(self, event: ProgressEvent, key: tuple[str, str], now: float) -> str:
+        began, at_first = self._began.setdefault(key, (now, event.done))
+        moved = event.done - at_first
+        if event.phase not in COUNTED or not event.total or moved <= 0 or event.done >= event.total:
+            return ""
+        return f", {duration((event.total - event.done) * (now - began) / moved)} left"
 
 
 def line(event: ProgressEvent) -> str:
@@ -84,6 +96,14 @@ def line(event: ProgressEvent) -> str:
         done, total = human_bytes(event.done), human_bytes(event.total)
         return f"{text}: {done} of {total} ({100 * event.done // event.total} %)"
     return f"{text}: {human_bytes(event.done)}" if event.done else text
+
+
+def duration(seconds: float) -> str:
+    """For example "40 s", "3 min" or "1 h 20 min"; rounded up."""
+    if seconds < 60:
+        return f"{math.ceil(seconds)} s"
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class BarProgress:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from mlxinfer.cli import INTERRUPTED, checks, loading, options, output, process, progress
+from mlxinfer.cli import INTERRUPTED, checks, converted, loading, options, output, process, progress
 from mlxinfer.config import expand_user, override
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from mlxinfer.config import Settings
-    from mlxinfer.pool import ModelPool
+    from mlxinfer.pool import Machine, ModelPool
 
 _SERVED_NAME = re.compile(r"[A-Za-z0-9][\w./:@+-]{0,199}", re.ASCII)
 PREFIX_DISK_MB = 4096
@@ -65,6 +65,8 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
 
     SIGTERM lets running requests end and exits with 0.
     """
+    from mlxinfer.pool import Machine, ModelPool
+
     settings = options.settings_of(**_flags(opts))
     if settings.prefix_disk_mb is None:
         settings = override(settings, {"prefix_disk_mb": PREFIX_DISK_MB})
@@ -83,11 +85,12 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         with ExitStack() as stack:
-            pool = _pool(named, settings, opts["pin"], adapters)
+            machine = Machine(settings)
+            pool = ModelPool(named, machine, keep_alive=settings.keep_alive, pinned=opts["pin"], adapters=adapters)
             stack.callback(pool.close)
             for name, source in named.items():
                 with loading.naming_the_setting(source, given=given), _kept_if_cut_off(stack):
-                    _bring(pool, name, source, settings, lazy=opts["lazy"])
+                    _bring(pool, machine, name, source, lazy=opts["lazy"])
             _run(pool, settings, access, as_json=as_json)
     finally:
         for number, handler in before.items():
@@ -122,32 +125,32 @@ def _access(settings: Settings, models: int) -> dict[str, Any]:
     }
 
 
-def _pool(
-    named: dict[str, str], settings: Settings, pinned: tuple[str, ...], adapters: dict[str, dict[str, str]]
-) -> ModelPool:
-    from mlxinfer.pool import Machine, ModelPool
-
-    return ModelPool(named, Machine(settings), keep_alive=settings.keep_alive, pinned=pinned, adapters=adapters)
-
-
-def _bring(pool: ModelPool, name: str, source: str, settings: Settings, *, lazy: bool) -> None:
+def _bring(pool: ModelPool, machine: Machine, name: str, source: str, *, lazy: bool) -> None:
     """Load a model if it fits beside those before it, else see to it that its files are here."""
+    _fetch(machine, source)
     first = all(pool.model(other) is None for other in pool)
-    if lazy or not first:
-        _fetch(source, settings)
     if lazy or not (first or pool.fits_now(name)):
         why = "" if lazy else ": it doesn't fit beside the others"
         output.say(f"{name} is not loaded yet{why}. The first request for it loads it.", dim=True)
         return
-    pool.adopt(name, loading.load_served(source, settings))
+    pool.adopt(name, loading.load_served(source, machine.settings))
 
 
-def _fetch(source: str, settings: Settings) -> None:
+def _fetch(machine: Machine, source: str) -> None:
+    """The files of a model, converted where it can't be loaded as it is: the pool, which loads it again, doesn't."""
     from mlxinfer import zoo
+    from mlxinfer.encoders import encoder_kind
 
+    settings = machine.settings
     checks.check_fits(source, settings)
     with progress.reporting() as report:
-        zoo.resolve(source, settings, progress=report)
+        files = zoo.resolve(source, settings, progress=report)
+        if encoder_kind(files.path, source, files.name):
+            return
+        with process.cut_off_by_signals():
+            usable = converted.loadable(files, settings, report)
+    if usable is not files:
+        machine.use(source, usable)
 
 
 @contextlib.contextmanager

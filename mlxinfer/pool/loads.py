@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mlxinfer.config import Settings
     from mlxinfer.encoders import Encoder
     from mlxinfer.llm import LLM
+    from mlxinfer.zoo import ModelFiles
 
 
 class Loads(Protocol):
@@ -40,10 +41,17 @@ class Machine:
     def __init__(self, settings: Settings, *, fetch: bool = False) -> None:
         self.settings = settings
         self._fetch = fetch
+        self._instead: dict[str, ModelFiles] = {}
+
+    def use(self, source: str, files: ModelFiles) -> None:
+        """From now on load `files`, a conversion of what `source` stands for."""
+        self._instead[source] = files
 
     def predict(self, source: str, cancel: threading.Event) -> int:
         from mlxinfer import zoo
 
+        if source in self._instead:
+            source = str(self._instead[source].path)
         zoo.resolve(source, self.settings, fetch=self._fetch, cancel=cancel)
         # The bytes don't rest on speed; a figure in its place spares the measurement.
         return zoo.fit(source, self.settings, bandwidth=(1.0, "not measured")).weight_bytes
@@ -52,6 +60,10 @@ class Machine:
         from mlxinfer import zoo
         from mlxinfer.encoders import encoder_kind
 
+        if instead := self._instead.get(source):
+            from mlxinfer.llm import load
+
+            return load(source, settings=self.settings, files=instead, cancel=cancel)
         files = zoo.resolve(source, self.settings, fetch=self._fetch, cancel=cancel)
         if encoder_kind(files.path, source, files.name):
             from mlxinfer.encoders import load_encoder as load

@@ -6,6 +6,7 @@ files = zoo.resolve("smollm2-135m", settings)      # ModelFiles: a folder or a .
 from __future__ import annotations
 
 from mlxinfer.zoo.cards import ModelCard, describe
+from mlxinfer.zoo.checks import naming_the_conversion
 from mlxinfer.zoo.entries import DEMO, CatalogEntry, catalog, find_entry
 from mlxinfer.zoo.files import ModelFiles, human_bytes
 from mlxinfer.zoo.fitting import FitReport, choose_default, fit
@@ -28,6 +29,7 @@ __all__ = [
     "fit",
     "human_bytes",
     "installed",
+    "naming_the_conversion",
     "pull",
     "remove",
     "resolve",

@@ -116,10 +116,18 @@ def _gguf_card(model: ModelFiles, entry: CatalogEntry | None) -> ModelCard:
 
 
 def _count(weights: Iterable[Path], config: dict[str, Any]) -> int:
-    """Parameters out of the safetensors headers; packed 32-bit words are unpacked by the config's bits."""
+    """Parameters out of the safetensors headers; packed 32-bit words are unpacked by the config's bits.
+
+    Of torch's .bin files, whose headers are pickles, out of their sizes.
+    """
     bits = _bits(config)
     total = 0
     for path in weights:
+        if path.suffix == ".bin":
+            total += path.stat().st_size // (
+                4 if _word(config.get("torch_dtype") or config.get("dtype")) == "float32" else 2
+            )
+            continue
         for name, info in check_safetensors(path).items():
             count = math.prod(info.shape)
             if info.dtype == "U32" and bits:

@@ -146,7 +146,10 @@ def _from_path(text: str, path: Path) -> ModelFiles:
         raise ModelNotFoundError(f"{text} holds {len(ggufs)} .gguf files; name one: {', '.join(map(str, ggufs[:8]))}")
     if not os.path.isfile(path / "config.json"):
         raise ModelFileError(f"{text} is no model folder: it has no config.json")
-    raise ModelFileError(f"{text} has a config.json but not all of its weights (model*.safetensors and their index)")
+    raise ModelFileError(
+        f"{text} has a config.json but not all of its weights "
+        "(model*.safetensors or pytorch_model*.bin, and their index)"
+    )
 
 
 def _from_store(parsed: ModelName, settings: Settings) -> ModelFiles:

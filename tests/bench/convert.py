@@ -1,4 +1,4 @@
-"""Memory and time of `mlxinfer convert` against mlx_lm.convert, on a generated model, interleaved.
+"""Memory and time of `mlxinfer convert`, also with the search for scales, against mlx_lm.convert: interleaved.
 
 python -m tests.bench.convert --layers 6 --rounds 3
 """
@@ -67,12 +67,24 @@ def ours(source: Path, out: Path, packing: tuple[int, int] | None) -> None:
     convert(open_source(source), out, ConvertOptions(packing=Packing(*packing) if packing else None))
 
 
+def searched(source: Path, out: Path, packing: tuple[int, int] | None) -> None:
+    """As `ours` with --scales search."""
+    from mlxinfer.convert import ConvertOptions, Packing, convert, open_source
+    from mlxinfer.convert.search import recommended
+
+    assert packing is not None
+    convert(open_source(source), out, ConvertOptions(packing=Packing(*packing), quantizer=recommended))
+
+
 def theirs(source: Path, out: Path, packing: tuple[int, int] | None) -> None:
     from mlx_lm.convert import convert
 
     bits, group = packing or (None, None)
     with contextlib.redirect_stdout(io.StringIO()):
         convert(str(source), str(out), quantize=packing is not None, q_bits=bits, q_group_size=group)
+
+
+CONVERTERS = {"ours": ours, "searched": searched, "theirs": theirs}
 
 
 def child(who: str, source: Path, out: Path, packing: str) -> None:
@@ -84,7 +96,7 @@ def child(who: str, source: Path, out: Path, packing: str) -> None:
     base = resource.getrusage(resource.RUSAGE_SELF)
     mx.reset_peak_memory()
     began = time.monotonic()
-    {"ours": ours, "theirs": theirs}[who](source, out, PACKINGS[packing])
+    CONVERTERS[who](source, out, PACKINGS[packing])
     wall = time.monotonic() - began
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = used.ru_utime + used.ru_stime - base.ru_utime - base.ru_stime
@@ -103,7 +115,7 @@ def measure(who: str, source: Path, folder: Path, packing: str) -> dict[str, flo
 
 
 def compare(layers: int, rounds: int, packing: str) -> dict[str, Any]:
-    """Medians of both and their ratios."""
+    """Medians of each, and their ratios to mlx_lm.convert's."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         # In a process of its own: a child counts the peak of the one it was forked from as its own.
@@ -120,14 +132,20 @@ def compare(layers: int, rounds: int, packing: str) -> dict[str, Any]:
             check=True,
         )
         size = (folder / "source" / "model.safetensors").stat().st_size
-        runs: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
+        runs: dict[str, list[dict[str, float]]] = {
+            who: [] for who in CONVERTERS if PACKINGS[packing] or who != "searched"
+        }
         for _ in range(rounds):
             for who, found in runs.items():
                 found.append(measure(who, folder / "source", folder, packing))
     medians = {
         who: {key: statistics.median(run[key] for run in found) for key in found[0]} for who, found in runs.items()
     }
-    ratios = {key: medians["ours"][key] / medians["theirs"][key] for key in medians["ours"]}
+    ratios = {
+        who: {key: value / medians["theirs"][key] for key, value in figures.items()}
+        for who, figures in medians.items()
+        if who != "theirs"
+    }
     return {"model_mb": size / 1e6, "packing": packing, **medians, "ratio": ratios}
 
 
@@ -136,7 +154,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--packing", choices=list(PACKINGS), default="4bit")
-    parser.add_argument("--child", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=list(CONVERTERS), help=argparse.SUPPRESS)
     parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)

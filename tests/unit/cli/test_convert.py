@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mlxinfer.convert import job, whole
+import mlxinfer
+from mlxinfer.convert import choosing, job, whole
+from mlxinfer.convert.calibration import documents
+from mlxinfer.convert.choosing import Wanted
 from mlxinfer.convert.measure import Comparison
 from mlxinfer.convert.places import work_folder
+from mlxinfer.convert.quantizing import min_max
+from mlxinfer.convert.search import recommended, search
 from tests.tiny import write_folder
 from tests.unit.cli.conftest import Invoke, error_of
 
@@ -126,12 +131,52 @@ def test_a_recipe_and_overwriting_reach_the_conversion(invoke: Invoke, model: Pa
     assert quantization["lm_head"]["bits"] == 6
 
 
-def test_a_search_for_scales_gives_other_bytes(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+def test_plans_by_sensitivity_are_searched_in_few_bits_too() -> None:
+    asked = [Wanted(scales="search"), Wanted(scales="search", target_bpw=4.0), Wanted(target_bpw=4.0)]
+    assert [choosing._quantizer(wanted) for wanted in asked] == [recommended, search, min_max]
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_search_for_scales_gives_other_bytes_from_4_bits_on(
+    bits: int, invoke: Invoke, model: Path, tmp_path: Path
+) -> None:
     for scales in ("min-max", "search"):
-        assert invoke("convert", str(model), scales, "--bits", "3", "--scales", scales).exit_code == 0
+        assert invoke("convert", str(model), scales, "--bits", str(bits), "--scales", scales).exit_code == 0
     one, other = (tmp_path / name / "model.safetensors" for name in ("min-max", "search"))
     assert one.stat().st_size == other.stat().st_size
-    assert one.read_bytes() != other.read_bytes()
+    assert (one.read_bytes() != other.read_bytes()) == (bits > 3), "2 and 3 bits come out worse by the search"
+
+
+@pytest.mark.parametrize("method", ["dwq", "awq", "gptq"])
+def test_a_method_that_learns_runs_from_the_command_and_is_reported_as_such(
+    method: str, invoke: Invoke, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = documents("calibration")[:6]
+    monkeypatch.setattr("mlxinfer.convert.learned.documents", lambda purpose: few)
+    result = invoke("convert", str(model), "out", "--recipe", method, "--bits", "4", "--group-size", "32")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "out\n"
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    packed = [tensor for tensor in report["tensors"] if tensor["packing"]]
+    assert len(packed) > 7
+    assert {tensor["handling"] for tensor in packed} == {"requantized"}
+    assert {tensor["note"] for tensor in packed} == {f"by {method}"}
+    assert report["notes"] == [f"{method} of mlx-lm on the calibration text of the package"]
+    with mlxinfer.load(tmp_path / "out") as llm:
+        assert llm.generate("hello", max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
+
+
+def test_a_target_is_kept_and_the_report_tells_what_it_was_compared_with(
+    invoke: Invoke, model: Path, tmp_path: Path
+) -> None:
+    result = invoke("convert", str(model), "out", "--target-bpw", "5.5", "--dtype", "float16", "--scales", "search")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert report["bits_per_weight"] <= 5.505
+    assert "by sensitivity" in report["recipe"]
+    assert "throughout" in report["recipe"]
+    assert f"recipe: {report['recipe']}" in result.stderr
+    assert "Measuring which matrices lose most" in result.stderr, "it may take minutes"
 
 
 def test_a_name_that_is_no_model_is_an_error(invoke: Invoke) -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from mlxinfer.cli import output
-from mlxinfer.cli.progress import PlainProgress, line
+from mlxinfer.cli.progress import PlainProgress, duration, line
 from mlxinfer.types import ProgressEvent
 
 
@@ -78,6 +78,25 @@ def test_plain_progress_speaks_at_the_start_then_every_five_seconds_per_file() -
         report(ProgressEvent("download", second, 12, "b"))
     assert len([s for s in said if " a" in s]) == 3
     assert len([s for s in said if " b" in s]) == 3
+
+
+def test_plain_progress_says_the_time_left_at_the_speed_of_what_this_run_did() -> None:
+    said: list[str] = []
+    now = [100.0]
+    report = PlainProgress(said.append, lambda: now[0])
+    # 60 MB were there before: a conversion that is gone on with. Then 1 MB a second.
+    for second, done in ((0, 60), (10, 70), (20, 80), (140, 200)):
+        now[0] = 100.0 + second
+        report(ProgressEvent("write", done * 1_000_000, 200_000_000, "m"))
+    assert [text.partition(" %)")[2] for text in said] == ["", ", 3 min left", ", 2 min left", ""]
+    report(ProgressEvent("load", 0, 98_000_000, "m"))
+    now[0] += 10
+    report(ProgressEvent("load", 49_000_000, 98_000_000, "m"))
+    assert said[-1] == "Loading m (98.0 MB)", "what isn't counted has no time left"
+
+
+def test_a_duration_is_short_and_never_too_small() -> None:
+    assert [duration(s) for s in (0.2, 59.0, 60.0, 61.0, 4799.0)] == ["1 s", "59 s", "1 min", "2 min", "1 h 20 min"]
 
 
 def test_a_label_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

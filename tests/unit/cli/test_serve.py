@@ -40,7 +40,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     """In place of uvicorn, and a machine where all fits; the address is checked for real."""
     fake = FakeServer()
     monkeypatch.setattr("mlxinfer.pool.Machine.predict", lambda self, source, cancel: 1)
-    monkeypatch.setattr("mlxinfer.cli.serve._fetch", lambda source, settings: fake.fetched.append(source))
+    monkeypatch.setattr("mlxinfer.cli.serve._fetch", lambda machine, source: fake.fetched.append(source))
     monkeypatch.setattr("mlxinfer.server.run.serve", fake.serve)
     monkeypatch.setenv("MLXINFER_PORT", "0")
     monkeypatch.delenv("MLXINFER_API_KEY", raising=False)
@@ -98,7 +98,7 @@ def test_what_does_not_fit_beside_the_others_is_only_registered_which_is_said(
     assert "b is not loaded yet: it doesn't fit beside the others." in result.stderr
     assert server.states == [{"a": "loaded", "b": "registered", "c": "loaded"}]
     assert [name for name, _ in llm.loaded_with] == ["a", "c"]
-    assert server.fetched == ["b", "c"], "what is only registered is fetched too: a request downloads nothing"
+    assert server.fetched == ["a", "b", "c"], "what is only registered is fetched too: a request downloads nothing"
     assert server.calls[0]["models"].status()["b"].pinned
     sizes["b"] = 61
     assert invoke("serve", "a", "b").exit_code == 4, "one that doesn't even fit alone is an error at once"

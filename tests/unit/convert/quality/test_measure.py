@@ -8,18 +8,21 @@ import json
 import math
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
+from mlxinfer import runtime
 from mlxinfer.convert import calibration, measure, report, sensitivity
 from mlxinfer.convert.card import card_fields, make_card
 from mlxinfer.convert.learned import LearnedSource, learn
 from mlxinfer.convert.outcome import Decision, Outcome
 from mlxinfer.convert.sources.base import Logical, Packing
+from mlxinfer.convert.unpacked import UnpackedLinear, unpacked_on_cpu
 from mlxinfer.errors import InvalidRequestError, UnsupportedModelError
 from mlxinfer.kernels import layers
 from mlxinfer.tokenizer import Tokenizer
@@ -76,6 +79,21 @@ def test_packed_rows_hold_every_document_and_have_one_length(tokenizer: Tokenize
     assert {len(row) for row in rows} == {16}
     whole = sum(len(tokenizer.encode(d.text)) for d in TEXTS)
     assert len(rows) == math.ceil(whole / 16)
+
+
+def test_every_packed_row_begins_with_the_token_that_texts_begin_with(tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": True}))
+    tokenizer = Tokenizer.from_folder(folder)
+    bos = tokenizer.bos_token_id
+    rows = calibration.packed_rows(TEXTS, tokenizer, 16)
+    assert len(rows) > 3
+    assert {(len(row), row[0]) for row in rows} == {(16, bos)}
+    assert [row[1] == bos for row in rows[:3]] == [False] * 3, "once, not twice"
+    stream = [token for d in TEXTS for token in tokenizer.encode(d.text)]
+    mixed = [token for row in rows for token in row if token != bos][: len(stream) - 2]
+    assert sorted(mixed) == sorted(token for token in stream if token != bos), "no token of the texts is lost"
 
 
 def test_a_model_is_no_distance_from_itself(model: nn.Module, tokenizer: Tokenizer) -> None:
@@ -211,6 +229,27 @@ def test_dwq_brings_the_model_closer_to_its_teacher(tokenizer: Tokenizer) -> Non
     assert after.kl_mean < before.kl_mean
 
 
+def test_packed_layers_have_the_same_gradients_written_out() -> None:
+    model = tiny.build_model(tiny.config(tie_word_embeddings=True))
+    nn.quantize(model, 32, 4)
+    model.freeze()
+    for _, module in model.named_modules():
+        if "scales" in module:
+            module.unfreeze(keys=["scales", "biases"], recurse=False)
+    forward: Any = model
+    step = nn.value_and_grad(model, lambda: (forward(mx.array([[3, 5, 8]])) ** 2).mean())
+    before = {type(module) for _, module in model.named_modules()}
+    loss, gradients = step()
+    with unpacked_on_cpu(model):
+        changed = sum(isinstance(module, UnpackedLinear) for _, module in model.named_modules())
+        other_loss, other = step()
+    assert changed == (21 if runtime.on_cpu() else 0)
+    assert {type(module) for _, module in model.named_modules()} == before
+    assert other_loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    for (name, a), (_, b) in zip(tree_flatten(gradients), tree_flatten(other), strict=True):
+        assert np.abs(np.array(a) - np.array(b)).max() <= 1e-5 * np.abs(np.array(a)).max(), name
+
+
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_awq_and_gptq_run_on_the_text_of_the_package_and_stdout_stays_clean(
     method: str, model: nn.Module, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
@@ -262,6 +301,10 @@ def test_a_learned_model_is_a_source_with_its_codes(model: nn.Module) -> None:
     logical = source.tensors["model.layers.0.mlp.up_proj.weight"]
     assert (logical.shape, logical.packing) == ((128, 64), Packing(4, 32))
     assert "model.layers.0.mlp.up_proj.scales" not in source.tensors
+    assert (logical.handling, logical.note) == ("requantized", "by dwq")
+    assert source.tensors["model.norm.weight"].handling == "exact"
+    awq = LearnedSource("awq", learned, origin)  # pyright: ignore[reportArgumentType]
+    assert awq.tensors["model.norm.weight"].handling == "requantized", "awq scales norms"
     layer = learned["model"]["layers"][0]["mlp"]["up_proj"]
     arrays = source.read_packed(logical.name)
     assert (arrays.weight == np.array(layer.weight)).all()
@@ -297,7 +340,15 @@ def test_the_report_holds_the_figures_and_is_json(tmp_path: Path) -> None:
 
 def test_the_report_for_a_console_has_sizes_notes_and_figures(tmp_path: Path) -> None:
     text = "\n".join(report.lines(outcome(tmp_path), COMPARISON))
-    for part in ("5.169 bits per weight", "4-bit affine, groups of 32", "98.5%", "1 tensors: kept", "a note", "3.00%"):
+    for part in (
+        "5.169 bits per weight",
+        "recipe: uniform",
+        "4-bit affine, groups of 32",
+        "98.5%",
+        "1 tensors: kept",
+        "a note",
+        "3.00%",
+    ):
         assert part in text
     assert json.dumps(report.summary(outcome(tmp_path), COMPARISON))
 
