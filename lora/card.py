@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from mlxinfer.lora.fuse import Fused
+    from mlxinfer.lora.changes import Fused
     from mlxinfer.lora.methods import MethodOptions
 
 __all__ = ["CARD", "adapter_card", "fused_card"]

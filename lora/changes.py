@@ -16,6 +16,7 @@ from mlxinfer.lora import bases
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     import mlx.nn as nn
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from mlxinfer.lora.adapter import Adapter
 
 DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+MIN_KEPT = 0.9
+"""Of an adapter's change in every layer; less is refused unless forced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,21 @@ class Kept:
     def share(self) -> float:
         """1 for all of it. Less where the change shrank, points elsewhere, or drowns in rounding."""
         return self.cosine * min(self.norm, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What was written, or, of a dry run, would be."""
+
+    path: Path
+    layers: tuple[Kept, ...]
+    nbytes: int
+
+    @property
+    def lost(self) -> list[Kept]:
+        """Layers that keep less than MIN_KEPT, the worst first."""
+        # Not "below": a share that is no number is lost too.
+        return sorted((kept for kept in self.layers if not kept.share >= MIN_KEPT), key=lambda kept: kept.share)
 
 
 def measure(model: MLXFolder, parameter: Parameter, change: Change, form: Form) -> Kept:

@@ -21,7 +21,7 @@ from mlxinfer.convert.quantizing import check_packing, config_entry, describe, p
 from mlxinfer.errors import ConversionError, InvalidRequestError, UnsupportedModelError
 from mlxinfer.lora.adapter import read_adapter
 from mlxinfer.lora.card import CARD, fused_card
-from mlxinfer.lora.changes import Change, Form, Kept, changed_rows, changes_of, measure
+from mlxinfer.lora.changes import MIN_KEPT, Change, Form, Fused, changed_rows, changes_of, measure
 from mlxinfer.lora.places import put_text
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from mlxinfer.convert.sources.base import Packing
 
 REPORT = "fusion.json"
-MIN_KEPT = 0.9
-"""Of an adapter's change in every layer; less is refused unless forced."""
 MAX_NAMED = 8
 WIDTHS = {"U32": 4, "U8": 1, "F32": 4, "F16": 2, "BF16": 2}
 _TYPES = {"uint32": "U32", "uint8": "U8"}
@@ -55,21 +53,6 @@ class FuseOptions:
     """float32, float16 or bfloat16, of all floats; None: as they are, and of dequantized ones that of the scales."""
     force: bool = False
     """Write it even where a layer keeps less than MIN_KEPT of the adapter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """What was written, or, of a dry run, would be."""
-
-    path: Path
-    layers: tuple[Kept, ...]
-    nbytes: int
-
-    @property
-    def lost(self) -> list[Kept]:
-        """Layers that keep less than MIN_KEPT, the worst first."""
-        # Not "below": a share that is no number is lost too.
-        return sorted((kept for kept in self.layers if not kept.share >= MIN_KEPT), key=lambda kept: kept.share)
 
 
 def fuse(

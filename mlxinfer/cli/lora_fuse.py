@@ -11,7 +11,8 @@ from mlxinfer.cli import options, output, progress
 from mlxinfer.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from mlxinfer.lora.fuse import Fused, FuseOptions
+    from mlxinfer.lora.changes import Fused
+    from mlxinfer.lora.fuse import FuseOptions
 
 REFUSED = 1
 SHOWN = 20
