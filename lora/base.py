@@ -46,6 +46,7 @@ class Base:
         """The model, with one float type throughout; float32 on a CPU. Raises ModelFileError, WontFitError."""
         governor().reclaim(self.prepared.needed_bytes)
         runtime.set_wired_limit(None)
+        runtime.keep_freed_memory()
         model, _ = loading.drained(self.prepared.pieces())
         _one_dtype(model)
         if runtime.on_cpu() and is_quantized(model) and not keep_packed:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # loaded first and globally, wins symbol resolution. In order of measured speed.
 BLAS_LIBRARIES = ("libmkl_rt.so.2", "libmkl_rt.so", "libopenblas.so.0", "libopenblas64.so.0", "libblis.so.4")
 
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+"""Of glibc's malloc.h."""
+
 _blas: str | None = None
 _blas_note = "not looked for"
 
@@ -131,6 +134,19 @@ def set_wired_limit(mib: int | None) -> None:
         raise InvalidRequestError(
             f"wired_limit_mb is {mib}; this machine recommends {recommended >> 20}: {error}", param="wired_limit_mb"
         ) from error
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to 2 GiB that mlx has freed: each step of training asks for the same sizes again.
+
+    Pages that the system hands out anew are cleared first, which took up to a sixth of a step. Of no effect elsewhere.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, (2 << 30) - 1), (M_TOP_PAD, 64 << 20)):
+            mallopt(option, value)
 
 
 def _metal_working_set() -> int | None:
