@@ -61,7 +61,8 @@ def prepare(source: Source, wanted: Wanted) -> tuple[Source, ConvertOptions]:
     dtype = wanted.dtype or main_dtype(source)
     recipe = _recipe(source, wanted, dtype)
     packing = None
-    if wanted.bits or wanted.group_size or wanted.mode or wanted.recipe in LEARNED:
+    asked = (wanted.bits, wanted.group_size, wanted.mode)
+    if any(value is not None for value in asked) or wanted.recipe in LEARNED:
         packing = packing_of(wanted.bits, wanted.group_size, wanted.mode)
     tell = functools.partial(report.documents, source=wanted.name, source_card=_card(source))
     if wanted.recipe in LEARNED and not wanted.dry_run:
@@ -89,6 +90,8 @@ def _quantizer(wanted: Wanted) -> Quantizer:
 
 def _check(wanted: Wanted) -> None:
     """What excludes what."""
+    if wanted.target_bpw is not None and not 0 < wanted.target_bpw < math.inf:
+        raise InvalidRequestError(f"the target is {wanted.target_bpw} bits per weight", param="target_bpw")
     if wanted.recipe is not None and wanted.target_bpw is not None:
         raise InvalidRequestError("a recipe and a target don't go together: both say the bits", param="target_bpw")
     by_itself = wanted.recipe if wanted.recipe not in LEARNED else None

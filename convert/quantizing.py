@@ -79,7 +79,8 @@ def packing_of(bits: int | None, group_size: int | None, mode: str | None) -> Pa
     if mode not in MODES:
         raise InvalidRequestError(f"mode is {mode!r:.40}; it must be one of {', '.join(MODES)}", param="mode")
     default = MODES[mode]
-    packing = Packing(bits or default.bits, group_size or default.group_size, default.mode)
+    bits = default.bits if bits is None else bits
+    packing = Packing(bits, default.group_size if group_size is None else group_size, default.mode)
     check_packing(packing)
     return packing
 

@@ -14,7 +14,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.convert.quantizing import packing_of
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import InvalidRequestError, ModelFileError
+from mlxinfer.formats.files import read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mlxinfer.convert.sources.base import Packing
 
 MAX_PLAN_BYTES = 4 << 20
+MAX_PATTERNS = 10_000
 FLOAT = "float"
 """What a plan says of a module that isn't packed."""
 FORM_KEYS = ("bits", "group_size", "mode")
@@ -150,12 +152,11 @@ def read_plan(file: Path, modules: Mapping[str, tuple[int, ...]]) -> Plan:
     Raises InvalidRequestError naming the file and the key.
     """
     try:
-        if file.stat().st_size > MAX_PLAN_BYTES:
-            raise InvalidRequestError(
-                f"{file} is larger than {MAX_PLAN_BYTES} bytes; a plan is expected", param="recipe"
-            )
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
+        data = read_regular(file, MAX_PLAN_BYTES)
+        if data is None:
+            raise InvalidRequestError(f"the plan can't be read: {file} isn't there", param="recipe")
+        values = tomllib.loads(data.decode("utf-8"))
+    except (OSError, ModelFileError) as error:
         raise InvalidRequestError(f"the plan can't be read: {error}", param="recipe") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"{file} is no TOML: {error}", param="recipe") from error
@@ -164,6 +165,10 @@ def read_plan(file: Path, modules: Mapping[str, tuple[int, ...]]) -> Plan:
     name = values.get("name", file.stem)
     if not isinstance(layers, dict) or not isinstance(name, str):
         raise InvalidRequestError(f'{file}: "name" is a string and "layers" a table', param="recipe")
+    if len(layers) > MAX_PATTERNS:
+        raise InvalidRequestError(
+            f"{file} has {len(layers):,} patterns; at most {MAX_PATTERNS:,} are read", param="recipe"
+        )
     default = _form(values.get("default", {}), f"{file}: default")
     plan = Plan(
         name, default, [(path, _form(form, f"{file}: layers.{json.dumps(path)}")) for path, form in layers.items()]

@@ -131,6 +131,13 @@ def test_a_recipe_and_overwriting_reach_the_conversion(invoke: Invoke, model: Pa
     assert quantization["lm_head"]["bits"] == 6
 
 
+@pytest.mark.parametrize("target", ["nan", "inf", "0", "-1"])
+def test_a_target_that_is_no_number_of_bits_is_refused(target: str, invoke: Invoke, model: Path) -> None:
+    done = invoke("convert", str(model), "out", "--target-bpw", target)
+    assert done.exit_code == 2
+    assert "bits per weight" in done.stderr
+
+
 def test_plans_by_sensitivity_are_searched_in_few_bits_too() -> None:
     asked = [Wanted(scales="search"), Wanted(scales="search", target_bpw=4.0), Wanted(target_bpw=4.0)]
     assert [choosing._quantizer(wanted) for wanted in asked] == [recommended, search, min_max]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -112,11 +113,28 @@ def test_a_wrong_plan_is_an_error_that_names_the_key(tmp_path: Path, modules: di
         read_plan(file, modules)
 
 
+def test_a_plan_that_is_no_file_or_has_too_many_patterns_is_refused(tmp_path: Path, modules: dict) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(InvalidRequestError, match="is no regular file"):
+        read_plan(tmp_path / "pipe.toml", modules)
+    many = "".join(f'"a{number}" = "float"\n' for number in range(10_001))
+    (tmp_path / "many.toml").write_text(f"[layers]\n{many}")
+    with pytest.raises(InvalidRequestError, match="10,001 patterns"):
+        read_plan(tmp_path / "many.toml", modules)
+
+
+@pytest.mark.parametrize("form", ["{ bits = 0 }", "{ group_size = 0 }"])
+def test_a_zero_is_not_taken_for_the_default(tmp_path: Path, modules: dict, form: str) -> None:
+    (tmp_path / "plan.toml").write_text(f"default = {form}\n")
+    with pytest.raises(InvalidRequestError, match="0"):
+        read_plan(tmp_path / "plan.toml", modules)
+
+
 def test_a_plan_that_is_missing_or_huge_is_refused(tmp_path: Path, modules: dict) -> None:
     with pytest.raises(InvalidRequestError, match="can't be read"):
         read_plan(tmp_path / "none.toml", modules)
     (tmp_path / "large.toml").write_bytes(b"#" * (5 << 20))
-    with pytest.raises(InvalidRequestError, match="larger than"):
+    with pytest.raises(InvalidRequestError, match="has more than"):
         read_plan(tmp_path / "large.toml", modules)
 
 
