@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     import mlx.optimizers as optim
 
+FOLDER = "checkpoints"
+"""In the folder of a run."""
 PREFIX = "update-"
 BEST = "best"
 

@@ -159,7 +159,7 @@ def run(
     """Load the model and train. Raises what `train` raises."""
     plan = opened.plan
     folder = plan.job.folder
-    if checkpoint.checkpoints(folder / "checkpoints") and not resume:
+    if checkpoint.checkpoints(folder / checkpoint.FOLDER) and not resume:
         message = f"{folder} holds the checkpoints of a run: resume it, or use another folder"
         raise InvalidRequestError(message, param="output")
     find = resolve or (lambda name: resolved(name, settings))

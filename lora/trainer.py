@@ -15,9 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxinfer.errors import InvalidRequestError, TrainingError
 from mlxinfer.lora import checkpoint, methods, objectives
-from mlxinfer.lora.adapter import save_adapter
 from mlxinfer.lora.callbacks import Callback, JsonLog, Record, read_log
-from mlxinfer.lora.card import adapter_card
 from mlxinfer.lora.evaluate import evaluate, sample
 from mlxinfer.lora.gradients import Gradients, is_number
 from mlxinfer.lora.history import History
@@ -25,6 +23,7 @@ from mlxinfer.lora.interrupt import Interrupt
 from mlxinfer.lora.optimizers import build_optimizer, clip, global_norm
 from mlxinfer.lora.parallel import Ranks
 from mlxinfer.lora.recompute import recomputed
+from mlxinfer.lora.result import write_result
 from mlxinfer.lora.schedules import learning_rate
 from mlxinfer.lora.state import State, fingerprint_of, seed_of
 
@@ -86,7 +85,7 @@ def train(
     run.extra = dict(extra or {})
     run.prepare(train.items, valid.items if valid else None, model_config or {}, loss, teacher)
     if folder is not None:
-        run.restore(folder / "checkpoints", resume=resume)
+        run.restore(folder / checkpoint.FOLDER, resume=resume)
     return run.go(callbacks)
 
 
@@ -170,11 +169,6 @@ class _Run:
         self.history.records = [r for r in past if r["update"] <= self.state.update]
         self.history.best_loss = self.state.best_loss
 
-    @property
-    def _checkpoints(self) -> Path:
-        assert self.folder is not None
-        return self.folder / "checkpoints"
-
     def _total_updates(self) -> int:
         epochs = self.config.epochs or (1 if self.config.updates is None else None)
         each = len(self.batches.plan(0, self.ranks.rank, self.ranks.size))
@@ -195,8 +189,8 @@ class _Run:
         try:
             with self.interrupt, checkpointing:
                 self._updates()
-            if self.folder is not None:
-                self._finish(self.folder)
+            if self.folder is not None and not self.ranks.rank:
+                write_result(self.folder, self.model, self.config, self.state, self.history, self.extra)
         finally:
             self.model.eval()
             self._tell("on_end")
@@ -311,35 +305,9 @@ class _Run:
             return
         state = dataclasses.asdict(self.state)
         keep = self.config.keep_checkpoints
-        path = checkpoint.save(self._checkpoints, self.model, self.optimizer, state, keep=keep, best=best)
+        path = checkpoint.save(self.folder / checkpoint.FOLDER, self.model, self.optimizer, state, keep=keep, best=best)
         self.saved = self.state.update
         self._tell("on_checkpoint", path)
-
-    def _finish(self, folder: Path) -> None:
-        """The adapter is the best one where rows were held out, else the last."""
-        if self.ranks.rank:
-            return
-        last = self._weights()
-        best = self._checkpoints / checkpoint.BEST
-        if self.state.best_loss is not None and best.is_dir() and self.state.best_update != self.state.update:
-            weights = checkpoint.read_tensors(best / "weights.safetensors")
-            checkpoint.load_weights(self.model, weights, str(best))
-        told = {"updates": self.state.update, "best_update": self.state.best_update or None}
-        extra = {**self.extra, "mlxinfer": {**self.extra.get("mlxinfer", {}), **told}}
-        save_adapter(folder, self.model, self.config.method_options, extra)
-        self._write_card(folder)
-        self.model.load_weights(list(last.items()), strict=False)
-        self.history.write_report(folder / "report.html", f"Training of {folder.name}")
-
-    def _write_card(self, folder: Path) -> None:
-        layers = tuple(path for path, module in self.model.named_modules() if "lora_a" in module)
-        options = dataclasses.replace(self.config.method_options, targets=layers)
-        facts: dict[str, object] = {"loss": self.config.loss, "updates": self.state.update, "tokens": self.state.tokens}
-        facts |= {"rows": self.history.facts["rows"], "seed": self.config.seed}
-        if self.state.best_loss is not None:
-            facts["held-out loss"] = f"{self.state.best_loss:.4f} after update {self.state.best_update}"
-        card = adapter_card(options, name=folder.name, base=str(self.extra.get("model", "")), facts=facts)
-        checkpoint.write_text(folder / "README.md", card)
 
     def _weights(self) -> dict[str, mx.array]:
         return dict(tree_flatten(self.model.trainable_parameters()))

@@ -1,0 +1,51 @@
+"""What a run leaves in its folder: the adapter, a card, a report."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from mlx.utils import tree_flatten
+
+from mlxinfer.lora import checkpoint
+from mlxinfer.lora.adapter import save_adapter
+from mlxinfer.lora.card import adapter_card
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import mlx.core as mx
+    import mlx.nn as nn
+
+    from mlxinfer.lora.config import TrainConfig
+    from mlxinfer.lora.history import History
+    from mlxinfer.lora.state import State
+
+
+def write_result(
+    folder: Path, model: nn.Module, config: TrainConfig, state: State, history: History, extra: Mapping[str, Any]
+) -> None:
+    """The adapter is the best one where rows were held out, else the last; `model` keeps the last."""
+    last: dict[str, mx.array] = dict(tree_flatten(model.trainable_parameters()))
+    best = folder / checkpoint.FOLDER / checkpoint.BEST
+    if state.best_loss is not None and best.is_dir() and state.best_update != state.update:
+        checkpoint.load_weights(model, checkpoint.read_tensors(best / "weights.safetensors"), str(best))
+    told = {"updates": state.update, "best_update": state.best_update or None}
+    ours = {**extra.get("mlxinfer", {}), **told}
+    save_adapter(folder, model, config.method_options, {**extra, "mlxinfer": ours})
+    checkpoint.write_text(folder / "README.md", _card(folder, model, config, state, history, extra))
+    model.load_weights(list(last.items()), strict=False)
+    history.write_report(folder / "report.html", f"Training of {folder.name}")
+
+
+def _card(
+    folder: Path, model: nn.Module, config: TrainConfig, state: State, history: History, extra: Mapping[str, Any]
+) -> str:
+    layers = tuple(path for path, module in model.named_modules() if "lora_a" in module)
+    options = dataclasses.replace(config.method_options, targets=layers)
+    facts: dict[str, object] = {"loss": config.loss, "updates": state.update, "tokens": state.tokens}
+    facts |= {"rows": history.facts["rows"], "seed": config.seed}
+    if state.best_loss is not None:
+        facts["held-out loss"] = f"{state.best_loss:.4f} after update {state.best_update}"
+    return adapter_card(options, name=folder.name, base=str(extra.get("model", "")), facts=facts)
