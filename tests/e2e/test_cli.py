@@ -230,6 +230,7 @@ def test_a_chat_that_is_killed_in_mid_reply_goes_on_later(terminal: Callable[...
     later.expect(r">>>")
     later.type(f"{QUESTION}\r")
     later.expect(r"tok/s")
+    later.expect(r">>>")
     later.type("\x04")
     assert later.wait() == 0
     again = json.loads(mlxinfer("chats", "show", kept[0]["id"], "--json").stdout)["messages"]
