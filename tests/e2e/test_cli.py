@@ -225,7 +225,7 @@ def test_a_chat_that_is_killed_in_mid_reply_goes_on_later(terminal: Callable[...
     branch = json.loads(mlxinfer("chats", "show", kept[0]["id"], "--json").stdout)["messages"]
     assert [one["role"] for one in branch] == ["user", "assistant"]
     assert len(branch[1]["content"]) > 10
-    later = terminal("run", DEMO, "--temperature", "0", "--resume", "last")
+    later = terminal("run", DEMO, "--temperature", "0", "--max-tokens", "24", "--resume", "last")
     later.expect("2 messages so far")
     later.expect(r">>>")
     later.type(f"{QUESTION}\r")
