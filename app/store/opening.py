@@ -14,7 +14,6 @@ from mlxinfer.app.store.store import Store
 from mlxinfer.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 WAIT_S = 10.0
@@ -94,7 +93,7 @@ def _migrate(connection: sqlite3.Connection, path: Path, *, new: bool) -> str:
     for number in range(version, len(VERSIONS)):
         # The version is read again inside: another process may have been faster.
         connection.execute("BEGIN IMMEDIATE")
-        with _rolled_back_on_error(connection):
+        with connection:  # commits, or takes everything back
             if connection.execute("PRAGMA user_version").fetchone()[0] == number:
                 for statement in _statements(VERSIONS[number]):
                     connection.execute(statement)
@@ -107,16 +106,6 @@ def _backed_up(connection: sqlite3.Connection, path: Path, version: int) -> str:
     with contextlib.closing(sqlite3.connect(copy)) as target:
         connection.backup(target)
     return f"{path.name} was brought up to date; a copy of the old one is {copy}"
-
-
-@contextlib.contextmanager
-def _rolled_back_on_error(connection: sqlite3.Connection) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-    connection.execute("COMMIT")
 
 
 def _statements(script: str) -> list[str]:

@@ -269,12 +269,8 @@ class Store:
                 yield write
                 return
             self._connection.execute("BEGIN IMMEDIATE")
-            try:
+            with self._connection:  # commits, or takes everything back
                 yield write
-            except BaseException:
-                self._connection.execute("ROLLBACK")
-                raise
-            self._connection.execute("COMMIT")
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
