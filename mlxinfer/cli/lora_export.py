@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxinfer.cli import options, output
+from mlxinfer.cli import options, output, training
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mlxinfer.lora.exchange import Exchanged
 
 
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
         "mlxinfer lora export ./base ./adapter adapter.gguf",
     ),
 )
-@click.argument("model", type=options.InstalledName())
-@click.argument("adapter", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path), metavar="DST")
+@training.between_folders
 @click.option(
     "--to",
     "form",

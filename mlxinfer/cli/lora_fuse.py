@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxinfer.cli import options, output, progress
+from mlxinfer.cli import options, output, progress, training
 from mlxinfer.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mlxinfer.lora.changes import Fused
     from mlxinfer.lora.fuse import FuseOptions
 
@@ -26,9 +27,7 @@ SHOWN = 20
         "mlxinfer lora fuse ./base-4bit ./adapter ./fused --bits 8 --dry-run",
     ),
 )
-@click.argument("model", type=options.InstalledName())
-@click.argument("adapter", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path), metavar="DST")
+@training.between_folders
 @click.option(
     "--dequantize",
     type=click.Choice(["none", "adapted", "all"]),

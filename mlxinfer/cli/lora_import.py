@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from mlxinfer.cli import options
+from mlxinfer.cli import options, training
 from mlxinfer.cli.lora_export import base_of, say
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.command(
@@ -17,9 +20,7 @@ from mlxinfer.cli.lora_export import base_of, say
         "mlxinfer lora import ./base adapter.gguf ./adapter",
     ),
 )
-@click.argument("model", type=options.InstalledName())
-@click.argument("adapter", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path), metavar="DST")
+@training.between_folders
 @click.option("--base-name", metavar="ID", help="What the base is published under [MODEL if it is org/name].")
 @options.json_option
 def import_adapter(model: str, adapter: Path, destination: Path, base_name: str | None, as_json: bool) -> None:

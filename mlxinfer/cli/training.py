@@ -6,16 +6,17 @@ import os
 import sys
 import time
 import typing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from mlxinfer.cli import converted, output, progress
+from mlxinfer.cli import options as options_of_verbs
 from mlxinfer.lora.callbacks import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     import mlx.core as mx
 
@@ -56,6 +57,13 @@ def _flag(option: Option) -> Callable[[Any], Any]:
         return click.option(name, option.name, multiple=True, metavar="TEXT", help=f"{text[:-1]}; may be repeated.")
     metavar = {int: "N", float: "X"}.get(kind, "TEXT")
     return click.option(name, type=kind, metavar=metavar, help=text)
+
+
+def between_folders(command: Any) -> Any:
+    """MODEL ADAPTER DST: what an adapter's way to somewhere else is named by."""
+    command = click.argument("destination", type=click.Path(path_type=Path), metavar="DST")(command)
+    command = click.argument("adapter", type=click.Path(path_type=Path))(command)
+    return click.argument("model", type=options_of_verbs.InstalledName())(command)
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:

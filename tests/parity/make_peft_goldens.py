@@ -17,18 +17,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.numpy import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-CONFIG = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
+from tests.parity.shapes import EXCHANGED
+
+CONFIG = EXCHANGED
 IDS = [[3, 17, 5, 31, 8, 22, 39, 1, 14]]
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 10, "target_modules": ["q_proj", "v_proj", "down_proj"]},

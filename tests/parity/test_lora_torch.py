@@ -16,24 +16,12 @@ from mlxinfer.lora.collate import collate
 from mlxinfer.lora.losses import SupervisedLoss
 from mlxinfer.lora.recompute import recomputed
 from mlxinfer.lora.types import Example
+from tests.parity.shapes import TRAINED
 from tests.unit.lora.losses.batches import gradient
 from tests.unit.lora.rows import Rows
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "lora_torch.npz"
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 48,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "attention_bias": True,
-    "tie_word_embeddings": False,
-}
+CONFIG: dict[str, Any] = TRAINED | {"model_type": "llama"}
 PROMPTS = (4, 2, 5, 1, 3, 2)
 METHODS = ("lora", "rslora", "dora")
 GRADIENTS = 2e-6

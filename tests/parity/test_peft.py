@@ -21,6 +21,7 @@ from mlxinfer.lora import MethodOptions, load_adapter, save_adapter
 from mlxinfer.lora.adapter import read_adapter, write_adapter
 from mlxinfer.lora.peft import read_peft, write_peft
 from mlxinfer.lora.peft_config import read_config
+from tests.parity.shapes import EXCHANGED
 from tests.unit.convert.export import models
 from tests.unit.lora.exchange.made import adapt
 
@@ -28,19 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 GOLDENS = Path(__file__).parent.parent / "fixtures" / "peft.npz"
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
+CONFIG: dict[str, Any] = EXCHANGED | {"model_type": "llama"}
 IDS = mx.array([[3, 17, 5, 31, 8, 22, 39, 1, 14]])
 CASES = ("lora", "rslora", "dora", "embedding", "per_layer", "uneven_rslora")
 TOLERANCE = 1e-5
@@ -50,6 +39,7 @@ ASK = """
 import sys, numpy as np, torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
 base = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
 model = PeftModel.from_pretrained(base, sys.argv[2]).eval()
 with torch.no_grad():
