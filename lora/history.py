@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 import importlib
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.lora.drawing import COLOURS, drawing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +19,7 @@ CURVES = {
     "loss": "loss (nats per supervised token)",
     "learning_rate": "learning rate",
     "tokens_per_second": "tokens per second",
-    "peak_memory_bytes": "peak memory (bytes)",
+    "peak_memory_bytes": "peak memory",
 }
 
 
@@ -78,36 +78,15 @@ class History:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        parts = [
-            f"<figure><figcaption>{html.escape(text)}</figcaption>{self._svg(name)}</figure>"
-            for name, text in CURVES.items()
-        ]
+        parts: list[str] = []
+        for name, text in CURVES.items():
+            curves = {kind: self.curve(name, kind) for kind in COLOURS}
+            parts.append(f"<figure><figcaption>{html.escape(text)}</figcaption>{drawing(name, curves)}</figure>")
         samples = [
             f"<p>update {r['update']}: <b>{html.escape(r['prompt'])}</b>{html.escape(r['text'])}</p>"
             for r in self.records
             if r["kind"] == "sample"
         ]
-        return "".join(parts + samples)
-
-    def _svg(self, name: str, width: int = 800, height: int = 220) -> str:
-        curves = [(kind, self.curve(name, kind)) for kind in ("update", "evaluation")]
-        points = [(x, y) for _, curve in curves for x, y in curve if math.isfinite(y)]
-        if not points:
-            return "<p>nothing recorded</p>"
-        left, right = min(x for x, _ in points), max(x for x, _ in points)
-        low, high = min(y for _, y in points), max(y for _, y in points)
-        lines: list[str] = []
-        for kind, curve in curves:
-            at = " ".join(
-                f"{10 + (width - 20) * (x - left) / ((right - left) or 1):.1f},"
-                f"{height - 10 - (height - 20) * (y - low) / ((high - low) or 1):.1f}"
-                for x, y in curve
-                if math.isfinite(y)
-            )
-            colour = "#06c" if kind == "update" else "#c30"
-            lines.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{at}"/>')
-        return (
-            f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(lines)}'
-            f'<g fill="currentColor"><text x="12" y="20">{high:.4g}</text>'
-            f'<text x="12" y="{height - 14}">{low:.4g}</text></g></svg>'
-        )
+        kinds = [kind for kind in COLOURS if self.curve("loss", kind)]
+        legend = " ".join(f'<span style="color:{COLOURS[kind]}">\u2014 {kind}</span>' for kind in kinds)
+        return "".join([f"<p>{legend}</p>", *parts, *samples])

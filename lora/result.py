@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx.utils import tree_flatten
@@ -13,7 +14,6 @@ from mlxinfer.lora.card import adapter_card
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     import mlx.core as mx
     import mlx.nn as nn
@@ -48,4 +48,6 @@ def _card(
     facts |= {"rows": history.facts["rows"], "seed": config.seed}
     if state.best_loss is not None:
         facts["held-out loss"] = f"{state.best_loss:.4f} after update {state.best_update}"
-    return adapter_card(options, name=folder.name, base=str(extra.get("model", "")), facts=facts)
+    base = str(extra.get("model", ""))
+    # A folder or file of this machine is no name that others know it by.
+    return adapter_card(options, name=folder.name, base="" if Path(base).exists() else base, facts=facts)

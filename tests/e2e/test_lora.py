@@ -110,6 +110,7 @@ def test_what_was_learnt_shows_in_eval_and_in_what_the_model_writes(model: Path,
     assert "<svg" in (tmp_path / "a" / "report.html").read_text()
     card = (tmp_path / "a" / "README.md").read_text()
     assert "| rows | 4 |" in card
+    assert str(model) not in card
     assert f"{trained['best_loss']:.4f} after update 60" in card
 
 

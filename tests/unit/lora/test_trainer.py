@@ -286,6 +286,8 @@ def test_a_history_shows_itself_and_lets_no_markup_in(tmp_path: Any) -> None:
     history.records.append({"kind": "sample", "update": 3, "prompt": "<script>", "text": "</p>"})
     shown = history._repr_html_()
     assert shown.count("<svg") == 4
+    assert shown.count("</span>") == 2  # the legend: updates and evaluations
+    assert " GB</text>" in shown
     assert "&lt;script&gt;" in shown
     assert "<script" not in shown
     page = (tmp_path / "<b>run" / "report.html").read_text()
