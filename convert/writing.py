@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mlxinfer.convert.places import check_space, locked, set_aside, sync_folder, work_folder
 from mlxinfer.convert.planning import DTYPES
 from mlxinfer.errors import ConversionError, ModelFileError
-from mlxinfer.formats.files import read_json_object
+from mlxinfer.formats.files import read_json_object, replace_file
 from mlxinfer.zoo.files import human_bytes
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Work:
         self.close()
         index = json.dumps(_index(self.plan), indent=2).encode()
         for name, data in [*files.items(), (INDEX, index)]:
-            write_file(self.folder / name, data)
+            replace_file(self.folder / name, data)
         (self.folder / STATE).unlink()
         sync_folder(self.folder)
         _put(self.folder, destination, overwrite=overwrite)
@@ -190,18 +190,8 @@ class Work:
 
     def _save(self) -> None:
         state = {"plan": self.plan.hash, "done": self.done, "rounded": sorted(self.rounded)}
-        write_file(self.folder / STATE, json.dumps(state).encode())
+        replace_file(self.folder / STATE, json.dumps(state).encode())
         sync_folder(self.folder)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file whole: under another name first, synced, then renamed."""
-    beside = path.with_name(f".{path.name}.new")
-    with open(beside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 def header(plan: Plan, shard: int) -> bytes:

@@ -63,17 +63,6 @@ def mend(folder: Path) -> None:
             old.rename(folder)
 
 
-def write_text(path: Path, text: str) -> None:
-    """A file that is whole or as it was. Raises OSError."""
-    new = path.with_name(f".new-{path.name}")
-    try:
-        new.write_text(text, encoding="utf-8")
-        _flush(new)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
-
-
 def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:

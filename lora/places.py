@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from mlxinfer.convert.export.writing import ExportError, appearing, check_destination
+from mlxinfer.convert.export.writing import ExportError, appearing, check_destination, synced
 from mlxinfer.formats.safetensors import check_safetensors
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ def put_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[s
 
 
 def put_text(path: Path, text: str) -> None:
-    """A file whose bytes are on the disk. Raises OSError."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """A new file whose bytes are on the disk. Raises OSError."""
+    with synced(path) as file:
+        file.write(text.encode())

@@ -14,6 +14,7 @@ from mlxinfer.errors import InvalidRequestError
 from mlxinfer.lora import objectives, probe
 from mlxinfer.lora.base import PLAIN_SHARE
 from mlxinfer.lora.types import Example, Judged, Pair
+from mlxinfer.zoo.files import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -90,18 +91,20 @@ class Plan:
     def text(self) -> str:
         """A few lines for a terminal."""
         need = self.need
+        verdict = "fits" if self.fits else "does not fit"
+        least, most = map(human_seconds, need.seconds)
         lines = [
-            f"peak memory   {_size(need.peak)} of {_size(self.memory)}: {'fits' if self.fits else 'does not fit'}",
-            f"  base        {_size(need.weights)}",
-            f"  trained     {_size(need.trained)} (weights, optimizer, gradients)",
-            f"  activations {_size(need.activations)}",
-            f"time          {_duration(need.seconds[0])} to {_duration(need.seconds[1])}, {need.updates:,} updates",
+            f"peak memory   {human_bytes(need.peak)} of {human_bytes(self.memory)}: {verdict}",
+            f"  base        {human_bytes(need.weights)}",
+            f"  trained     {human_bytes(need.trained)} (weights, optimizer, gradients)",
+            f"  activations {human_bytes(need.activations)}",
+            f"time          {least} to {most}, {need.updates:,} updates",
         ]
         for change in self.changes:
             what = ", ".join(f"{name} {_value(value)}" for name, value in change.options.items())
             verdict = "fits" if _fits(change.need, self.memory) else "does not fit"
-            most = _duration(change.need.seconds[1])
-            lines.append(f"with {what}: {_size(change.need.peak)}, {most} at most: {verdict}")
+            most = human_seconds(change.need.seconds[1])
+            lines.append(f"with {what}: {human_bytes(change.need.peak)}, {most} at most: {verdict}")
         if not self.fits and not (self.changes and _fits(self.changes[-1].need, self.memory)):
             lines.append("nothing here makes it fit: take a smaller base, or a packed one")
         return "\n".join(lines)
@@ -286,16 +289,6 @@ def _cut(items: Sequence[Any], limit: int) -> list[Any]:
         return Judged(example(one.example), one.wanted) if isinstance(one, Judged) else example(one)
 
     return [item(one) for one in items]
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _value(value: Any) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx.utils import tree_flatten
 
+from mlxinfer.formats.files import replace_file
 from mlxinfer.lora import checkpoint
 from mlxinfer.lora.adapter import save_adapter
 from mlxinfer.lora.card import adapter_card
@@ -34,7 +35,7 @@ def write_result(
     told = {"updates": state.update, "best_update": state.best_update or None}
     ours = {**extra.get("mlxinfer", {}), **told}
     save_adapter(folder, model, config.method_options, {**extra, "mlxinfer": ours})
-    checkpoint.write_text(folder / "README.md", _card(folder, model, config, state, history, extra))
+    replace_file(folder / "README.md", _card(folder, model, config, state, history, extra).encode())
     model.load_weights(list(last.items()), strict=False)
     history.write_report(folder / "report.html", f"Training of {folder.name}")
 

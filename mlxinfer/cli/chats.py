@@ -11,6 +11,7 @@ import click
 from mlxinfer.cli import options, output
 from mlxinfer.cli.subverbs import Subverbs
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.formats.files import replace_file
 
 if TYPE_CHECKING:
     from mlxinfer.app.store import Conversation, Store
@@ -115,12 +116,9 @@ def export(conversation: str, file: Path, overwrite: bool, as_json: bool) -> Non
     text = write(opened(), conversation)
     if file.exists() and not overwrite:
         raise InvalidRequestError(f"{file} exists; --overwrite replaces it", param="file")
-    part = file.with_name(f".{file.name}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
+        replace_file(file, text.encode())
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise InvalidRequestError(f"{file} cannot be written: {error}", param="file") from error
     if as_json:
         output.emit_json({"path": str(file)})

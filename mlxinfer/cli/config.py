@@ -14,6 +14,7 @@ from mlxinfer.cli import options, output
 from mlxinfer.cli.subverbs import Subverbs
 from mlxinfer.config import ENV_PREFIX, Settings, as_dict, config_path, load_settings, source_of
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.formats.files import replace_file
 
 config = Subverbs(
     "config",
@@ -69,9 +70,7 @@ def set_(key: str, value: str | None, unset: bool, as_json: bool) -> None:
     new = _with(text, key, None if value is None else _toml(key, value))
     _check_text(new, file)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(new, encoding="utf-8")
-    os.replace(part, file)
+    replace_file(file, new.encode())
     if overriding := [f"MLXINFER_{key.upper()}"] if f"MLXINFER_{key.upper()}" in os.environ else []:
         output.say(f"{overriding[0]} is set in the environment and wins over the file.")
     if as_json:

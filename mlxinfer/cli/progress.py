@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -80,7 +79,9 @@ class PlainProgress:
         moved = event.done - at_first
         if event.phase not in COUNTED or not event.total or moved <= 0 or event.done >= event.total:
             return ""
-        return f", {duration((event.total - event.done) * (now - began) / moved)} left"
+        from mlxinfer.zoo.files import human_seconds
+
+        return f", {human_seconds((event.total - event.done) * (now - began) / moved)} left"
 
 
 def line(event: ProgressEvent) -> str:
@@ -96,14 +97,6 @@ def line(event: ProgressEvent) -> str:
         done, total = human_bytes(event.done), human_bytes(event.total)
         return f"{text}: {done} of {total} ({100 * event.done // event.total} %)"
     return f"{text}: {human_bytes(event.done)}" if event.done else text
-
-
-def duration(seconds: float) -> str:
-    """For example "40 s", "3 min" or "1 h 20 min"; rounded up."""
-    if seconds < 60:
-        return f"{math.ceil(seconds)} s"
-    minutes = math.ceil(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class BarProgress:

@@ -118,13 +118,6 @@ def line(record: Record, total: int) -> str:
     )
 
 
-def _span(seconds: float) -> str:
-    """For example "3:07" or "1:02:00"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 class PlainLog(Callback):
     """A line now and then, where there is no terminal; evaluations and samples always."""
 
@@ -135,6 +128,8 @@ class PlainLog(Callback):
         self._total, self._begun = total_updates, time.monotonic()
 
     def on_record(self, record: Record) -> None:
+        from mlxinfer.zoo.files import human_seconds
+
         now, update = time.monotonic(), record["update"]
         self._first = self._first or update
         if record["kind"] == "update" and now - self._last < PLAIN_INTERVAL and update != self._total:
@@ -142,7 +137,7 @@ class PlainLog(Callback):
         self._last = now
         done = update - self._first + 1
         left = (now - self._begun) / done * (self._total - update)
-        output.say(line(record, self._total) + (f"  {_span(left)} left" if update < self._total else ""))
+        output.say(line(record, self._total) + (f"  {human_seconds(left)} left" if update < self._total else ""))
 
     def on_checkpoint(self, path: Path) -> None:
         output.say(f"Saved {path}", dim=True)

@@ -71,3 +71,17 @@ def json_bytes(value: Any, indent: int | None = None) -> bytes:
     """JSON in UTF-8, for a file. Halves of surrogate pairs, which a stranger's JSON may hold, stay escapes."""
     # Of text between quotes, what UTF-8 can't hold becomes \ud800: JSON's own escape.
     return json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file whole: under another name first, synced, then renamed. Raises OSError, the old one kept."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

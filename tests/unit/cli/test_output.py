@@ -7,8 +7,9 @@ import io
 import pytest
 
 from mlxinfer.cli import output
-from mlxinfer.cli.progress import PlainProgress, duration, line
+from mlxinfer.cli.progress import PlainProgress, line
 from mlxinfer.types import ProgressEvent
+from mlxinfer.zoo.files import human_seconds
 
 
 class Terminal(io.StringIO):
@@ -96,7 +97,8 @@ def test_plain_progress_says_the_time_left_at_the_speed_of_what_this_run_did() -
 
 
 def test_a_duration_is_short_and_never_too_small() -> None:
-    assert [duration(s) for s in (0.2, 59.0, 60.0, 61.0, 4799.0)] == ["1 s", "59 s", "1 min", "2 min", "1 h 20 min"]
+    said = [human_seconds(seconds) for seconds in (0.2, 59.0, 60.0, 61.0, 4799.0)]
+    assert said == ["1 s", "59 s", "1 min", "2 min", "1 h 20 min"]
 
 
 def test_a_label_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
