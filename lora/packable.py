@@ -37,11 +37,6 @@ FAR_TOLERANCE = 5e-3
 FAILURES = (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError, AssertionError)
 
 
-def can_pack(model: nn.Module, config: Mapping[str, Any], width: int = WIDTH) -> bool:
-    """Whether rows of up to `width` tokens may hold several segments."""
-    return not refusal(model, config, width)
-
-
 def refusal(model: nn.Module, config: Mapping[str, Any], width: int = WIDTH) -> str:
     """Why rows of up to `width` tokens may not hold several segments of this model; "" if they may."""
     try:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 WINDOW = 4096
 """Examples that are packed together: more fill rows better, fewer keep the order closer to a random one."""
-MAX_WIDTHS = 8
 
 
 def pack(lengths: Sequence[int], width: int, *, seed: int = 0, epoch: int = 0, window: int = WINDOW) -> list[list[int]]:
@@ -87,24 +86,3 @@ def bucket(
         batches.extend(part[i] for i in random.permutation(full))
         batches.extend(part[full:])
     return batches
-
-
-def bounded_widths(max_width: int, *, count: int = MAX_WIDTHS, multiple: int = 32) -> tuple[int, ...]:
-    """At most `count` widths up to `max_width`, rising by a constant factor: each is a shape that is compiled once."""
-    if max_width < 1 or count < 1 or multiple < 1:
-        raise InvalidRequestError(f"max_width {max_width}, count {count} and multiple {multiple} must be at least 1")
-    smallest = min(multiple, max_width)
-    ratio = (smallest / max_width) ** (1 / max(1, count - 1))
-    widths = {max_width}
-    for step in range(1, count):
-        rounded = -int(-max_width * ratio**step // multiple) * multiple
-        widths.add(min(max_width, max(smallest, rounded)))
-    return tuple(sorted(widths))
-
-
-def fitting_width(length: int, widths: Sequence[int]) -> int:
-    """The smallest of the rising `widths` that holds `length`. Raises InvalidRequestError when none does."""
-    at = bisect_left(widths, length)
-    if at == len(widths):
-        raise InvalidRequestError(f"a row of {length:,} tokens is longer than the widest shape, {widths[-1]:,}")
-    return widths[at]

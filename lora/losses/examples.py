@@ -1,4 +1,4 @@
-"""Pairs and judged answers as the examples of a batch, in the order that the losses read."""
+"""Judged answers beside each other's prompts: what KTO measures its baseline on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from mlxinfer.lora.types import Example
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mlxinfer.lora.types import Judged, Pair
-
-
-def answers_of_pairs(pairs: Sequence[Pair]) -> list[Example]:
-    """Chosen, rejected, chosen, rejected …: keep this order in the rows of a batch."""
-    return [example for pair in pairs for example in (pair.chosen, pair.rejected)]
+    from mlxinfer.lora.types import Judged
 
 
 def mismatched(judged: Sequence[Judged]) -> list[Example]:

@@ -19,10 +19,10 @@ from mlxinfer.lora.losses import (
     OrpoLoss,
     SimpoLoss,
     SupervisedLoss,
-    answers_of_pairs,
     mismatched,
 )
 from mlxinfer.lora.losses import chunked as chunks
+from mlxinfer.lora.objectives import units_of
 from mlxinfer.lora.recompute import recomputed
 from mlxinfer.lora.types import Example, Judged, Pair
 from tests.unit.lora.losses.batches import collate, gradient, off_by
@@ -81,7 +81,7 @@ def pairs(goldens: dict[str, np.ndarray]) -> list[Pair]:
 
 def batch(goldens: dict[str, np.ndarray], packed: bool) -> Batch:
     held = pairs(goldens)
-    answers = answers_of_pairs(held)
+    answers = [example for unit in units_of(held) for example in unit]
     judged = [Judged(e, i % 2 == 0) for i, e in enumerate(answers)]
     wrong = mismatched(judged)
 

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxinfer.lora import TrainConfig, train
 from mlxinfer.lora.batches import UnitBatches
+from mlxinfer.lora.types import Example
 from tests.unit.lora.rows import model, rows
 from tests.unit.lora.test_trainer import weights
 
@@ -78,3 +81,18 @@ def test_ranks_share_out_each_update_without_overlap_or_gap(packed: bool, size: 
     if packed and size > 1:
         work = [sum(len(units[u][0].token_ids) for micro in plan[0] for row in micro for u in row) for plan in plans]
         assert max(work) <= 2 * min(work)
+
+
+@given(st.integers(2, 40_000), st.integers(0, 100), st.booleans())
+def test_a_batch_is_hardly_wider_than_its_rows_and_has_one_of_few_widths(limit: int, seed: int, packed: bool) -> None:
+    lengths = np.random.default_rng(seed).integers(2, limit + 1, 6).tolist()
+    units = [(Example((1,) * length, (False,) + (True,) * (length - 1), "r"),) for length in lengths]
+    batches = UnitBatches(units, micro_batch_size=2, steps=1, seed=seed, max_tokens=limit, packed=packed)
+    step = 32 * -(-limit // 2048)
+    for update in batches.plan(0, 0, 1):
+        for micro in update:
+            width = batches.batch(micro).inputs.shape[1]
+            longest = max(sum(lengths[unit] for unit in row) for row in micro)
+            assert longest <= width < longest + step
+            assert width % step == 0
+    assert -(-limit // step) <= 64

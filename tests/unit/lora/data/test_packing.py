@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.lora.collate import collate
-from mlxinfer.lora.data.order import Position, epoch_order, shard
-from mlxinfer.lora.packing import bounded_widths, bucket, fitting_width, pack, waste
+from mlxinfer.lora.data.order import epoch_order
+from mlxinfer.lora.packing import bucket, pack, waste
 from mlxinfer.lora.types import Example
 
 
@@ -91,24 +89,6 @@ def test_buckets_have_similar_lengths_in_a_random_order() -> None:
         bucket(lengths, 0)
 
 
-@given(st.integers(1, 5000), st.integers(1, 12), st.sampled_from([1, 32, 128]))
-def test_widths_are_few_and_rise_to_the_limit(max_width: int, count: int, multiple: int) -> None:
-    widths = bounded_widths(max_width, count=count, multiple=multiple)
-    assert len(widths) <= count
-    assert list(widths) == sorted(set(widths))
-    assert widths[-1] == max_width
-    assert all(width % multiple == 0 for width in widths[:-1])
-
-
-def test_a_row_gets_the_smallest_width_that_holds_it() -> None:
-    widths = bounded_widths(2048)
-    assert [fitting_width(n, widths) for n in (1, widths[0], widths[0] + 1, 2048)] == [
-        widths[0], widths[0], widths[1], 2048
-    ]  # fmt: skip
-    with pytest.raises(InvalidRequestError, match="widest shape, 2,048"):
-        fitting_width(2049, widths)
-
-
 def test_an_epochs_order_is_a_seeded_permutation() -> None:
     first = epoch_order(100, 7, 0)
     assert sorted(first.tolist()) == list(range(100))
@@ -117,60 +97,3 @@ def test_an_epochs_order_is_a_seeded_permutation() -> None:
     assert not (first == epoch_order(100, 8, 0)).all()
     # The order a run resumes in must not change with a release: these are PCG64's.
     assert epoch_order(8, 0, 0).tolist() == [2, 4, 3, 6, 5, 0, 1, 7]
-    assert Position() == (0, 0)
-
-
-@given(st.integers(0, 50), st.integers(1, 9))
-def test_shards_are_disjoint_complete_and_of_equal_size(count: int, size: int) -> None:
-    shards = [shard(count, rank, size) for rank in range(size)]
-    assert sorted(i for part in shards for i in part) == list(range(count))
-    assert max(map(len, shards)) - min(map(len, shards)) <= 1
-
-
-def test_a_rank_outside_the_group_is_our_bug() -> None:
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        shard(5, 2, 2)
-
-
-def test_a_batch_shifts_targets_within_each_segment() -> None:
-    rows = [[_example([5, 6, 7], [0, 0, 1]), _example([8, 9], [0, 1])], [_example([3, 4], [0, 0])]]
-    batch = collate(rows, 6, pad_id=1)
-    assert batch.inputs.tolist() == [[5, 6, 7, 8, 9, 1], [3, 4, 1, 1, 1, 1]]
-    assert batch.targets.tolist() == [[6, 7, 1, 9, 1, 1], [4, 1, 1, 1, 1, 1]]
-    assert batch.weights.tolist() == [[0, 1, 0, 1, 0, 0], [0] * 6]
-    assert batch.segments.tolist() == [[1, 1, 1, 2, 2, 0], [1, 1, 0, 0, 0, 0]]
-    assert (batch.num_examples, batch.num_tokens, batch.num_targets) == (3, 7, 2)
-    dtypes = [a.dtype for a in (batch.inputs, batch.targets, batch.weights, batch.segments)]
-    assert dtypes == [mx.int32, mx.int32, mx.float32, mx.int32]
-
-
-@given(st.lists(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), max_size=3), min_size=1, max_size=3))
-def test_no_padding_and_nothing_of_another_segment_is_ever_a_target(masks: list[list[list[bool]]]) -> None:
-    token = iter(range(1, 1000))
-    rows = [[_example([next(token) for _ in mask], [*map(int, mask)]) for mask in row] for row in masks]
-    batch = collate(rows, 18)
-    inputs, targets, weights, segments = (
-        np.array(a) for a in (batch.inputs, batch.targets, batch.weights, batch.segments)
-    )
-    learnt = {int(t) for t in targets[weights > 0]}
-    assert learnt == {
-        t for row in rows for e in row for t, own in zip(e.token_ids[1:], e.supervised[1:], strict=True) if own
-    }
-    for r, c in np.argwhere(weights > 0):
-        assert segments[r, c] == segments[r, c + 1] > 0
-        assert targets[r, c] == inputs[r, c + 1]
-    assert batch.num_tokens == (segments > 0).sum()
-    assert batch.num_targets == weights.sum()
-
-
-def test_empty_rows_keep_the_shape_of_a_smaller_batch() -> None:
-    batch = collate([[_example([5, 6], [0, 1])]], 4, num_rows=3)
-    assert batch.inputs.shape == (3, 4)
-    assert batch.segments[1:].sum().item() == 0
-    with pytest.raises(InvalidRequestError, match="2 rows do not fit a batch of 1"):
-        collate([[], []], 4, num_rows=1)
-
-
-def test_a_row_wider_than_the_batch_names_its_example() -> None:
-    with pytest.raises(InvalidRequestError, match=r"rows.jsonl:9: up to here the row has 3 tokens; the width is 2"):
-        collate([[_example([1, 2, 3], [0, 1, 1], "rows.jsonl:9")]], 2)

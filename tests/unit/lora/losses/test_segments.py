@@ -12,7 +12,7 @@ from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.lora import segments
 from mlxinfer.lora.attention import in_blocks
 from mlxinfer.lora.losses import SupervisedLoss
-from mlxinfer.lora.packable import can_pack, refusal
+from mlxinfer.lora.packable import refusal
 from mlxinfer.lora.recompute import recomputed
 from tests import tiny
 from tests.conformance.configs import CONFIGS, NEEDS_METAL
@@ -202,7 +202,7 @@ def test_a_position_scaled_late_is_refused_only_for_rows_that_reach_it() -> None
         "rope_parameters": {**CONFIGS["ministral3"]["rope_parameters"], "original_max_position_embeddings": 256}  # type: ignore[dict-item]
     }
     model = build("ministral3", config)
-    assert can_pack(model, config, width=200)
+    assert refusal(model, config, width=200) == ""
     assert "down a row" in refusal(model, config, width=512)
 
 
@@ -220,7 +220,7 @@ def test_a_position_scaled_late_is_refused_only_for_rows_that_reach_it() -> None
 def test_half_precision_gets_the_same_answer(case: str, packable: bool) -> None:
     model = build(case, CONFIGS[case])
     model.set_dtype(mx.bfloat16)
-    assert can_pack(model, CONFIGS[case]) is packable
+    assert (not refusal(model, CONFIGS[case])) is packable
 
 
 def build(module: str, config: dict[str, object]) -> nn.Module:
@@ -234,7 +234,7 @@ def test_a_recurrent_model_is_refused_with_the_reason() -> None:
     batch = packed_batch(np.random.default_rng(6))
     with pytest.raises(UnsupportedModelError, match="only attention over keys and values can be packed"):
         SupervisedLoss()(model, batch)
-    assert not can_pack(model, CONFIGS["mamba2"])
+    assert refusal(model, CONFIGS["mamba2"])
 
 
 def test_rows_of_one_segment_need_nothing_of_the_model() -> None:
@@ -266,7 +266,7 @@ def test_the_model_is_what_it_was_afterwards() -> None:
 def test_can_pack_leaves_each_module_in_the_mode_it_had() -> None:
     model = model_of("llama")
     model.model.layers[0].eval()
-    assert can_pack(model, CONFIGS["llama"])
+    assert refusal(model, CONFIGS["llama"]) == ""
     assert model.training
     assert not model.model.layers[0].training
     assert model.model.layers[1].training
