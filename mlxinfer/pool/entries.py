@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from mlxinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from concurrent.futures import Future
 
     from mlxinfer.encoders import Encoder
@@ -116,14 +116,19 @@ class Entry:
     def bytes(self) -> int:
         return 0 if self.info is None or self.model is None else self.info.weight_bytes
 
-    def fit(self, model: LLM | Encoder) -> None:
-        """Add the adapters to a model that was loaded. Raises InvalidRequestError or what LLM.add_adapter raises."""
+    def fit(self, model: LLM | Encoder, only: Collection[str] | None = None) -> None:
+        """Add the adapters, or `only` some, to a model that was loaded.
+
+        Raises InvalidRequestError or what LLM.add_adapter raises.
+        """
         if not self.adapters:
             return
         if model.info.makes != "text":
             names = ", ".join(self.adapters)
             raise InvalidRequestError(f"{self.name} writes no text; the adapters {names} can't be used with it")
         for name, folder in self.adapters.items():
+            if only is not None and name not in only:
+                continue
             cast("LLM", model).add_adapter(name, folder)
 
     def leased(self, name: str) -> LLM | Encoder:

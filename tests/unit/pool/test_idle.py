@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxinfer.pool import ModelPool
-from mlxinfer.pool.models import RECHECK_S
+from mlxinfer.pool.shelf import RECHECK_S
 from tests.unit.pool.fake import FakeClock, FakeLLM, FakeLoads, states, use
 from tests.unit.server.fake import wait_for
 

@@ -14,13 +14,14 @@ import pytest
 from mlxinfer.errors import (
     EngineClosedError,
     EngineError,
+    InvalidRequestError,
     ModelFileError,
     ModelNotFoundError,
     ModelsBusyError,
     WontFitError,
 )
 from mlxinfer.pool import ModelPool
-from mlxinfer.pool.models import BACKOFF_S
+from mlxinfer.pool.workers import BACKOFF_S
 from tests.unit.pool.fake import FakeClock, FakeLLM, FakeLoads, make, states, use
 
 if TYPE_CHECKING:
@@ -358,3 +359,21 @@ def test_names_are_counted_and_listed_and_a_pin_must_be_one_of_them() -> None:
         make({"a": 1}, pinned=["c"])
     with pytest.raises(ModelNotFoundError):
         pool.pin("c")
+
+
+def test_a_model_registered_later_is_loaded_like_the_others(made: Any) -> None:
+    pool, loads = made({"a": 10})
+    loads.sizes["b-source"], loads.started["b-source"] = 20, threading.Event()
+    pool.register("b", "b-source")
+    with pool.lease("b") as llm:
+        assert llm.info.name == "b-source"
+    assert list(pool) == ["a", "b"]
+
+
+def test_registering_again_changes_nothing_and_another_source_is_refused(made: Any) -> None:
+    pool, _ = made({"a": 10})
+    with pool.lease("a") as llm:
+        pool.register("a", "a")
+        assert pool.model("a") is llm
+    with pytest.raises(InvalidRequestError, match="another model"):
+        pool.register("a", "elsewhere")
