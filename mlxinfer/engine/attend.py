@@ -39,9 +39,13 @@ def attend(
 
     With `lengths`, L is 1 and sequence i has the next lengths[i] rows of the batch.
     """
+    attention = mx.fast.scaled_dot_product_attention
     out: list[mx.array] = []
     for query, row in zip(by_sequence(queries, rows, lengths), rows, strict=True):
         length = query.shape[2]
+        if length == 1 and window is None and type(row) is SeqKV:
+            out.append(attention(query, *row.view(1), scale=scale, sinks=sinks))
+            continue
         if length == 1 and isinstance(row, QuantizedKV):
             out.append(row.attend(query, scale=scale, window=window, sinks=sinks))
             continue
@@ -55,7 +59,7 @@ def attend(
             before = keys.shape[2] - length
             windowed = limit is not None and keys.shape[2] > limit
             mask = create_causal_mask(length, before, window_size=limit) if windowed else "causal"
-        one = mx.fast.scaled_dot_product_attention(query, keys, values, scale=scale, mask=mask, sinks=sinks)
+        one = attention(query, keys, values, scale=scale, mask=mask, sinks=sinks)
         out.append(one if lengths is None or length == 1 else mx.swapaxes(one, 0, 2))
     return mx.concatenate(out, axis=0) if len(out) > 1 else out[0]
 

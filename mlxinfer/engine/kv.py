@@ -11,6 +11,7 @@ from mlxinfer.upstream import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from collections.abc import Sequence as Seq
 
 STEP = 256
 """Buffers grow by this many tokens."""
@@ -38,17 +39,27 @@ class SeqKV:
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add keys [1, kv_heads, L, head_dim] and values [1, kv_heads, L, value_dim] at the end."""
-        self._add([keys, values])
+        # For each row, layer and token: `_add` without its lists, and indices without an ellipsis, which cost half.
+        held = self.end - self.start
+        end = held + keys.shape[2]
+        if self.keys is None or end > self.keys.shape[2]:
+            held = self._grow(keys.shape[2], (keys, values))
+            end = held + keys.shape[2]
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[:, :, held:end] = keys
+        self.values[:, :, held:end] = values
+        self.end += keys.shape[2]
 
     def _add(self, new: list[mx.array]) -> None:
         """Write L tokens at the end of each buffer."""
         length = new[0].shape[2]
         held = self.reserve(length, new)
         for buffer, part in zip(self.buffers(), new, strict=True):
-            buffer[..., held : held + length, :] = part
+            buffer[:, :, held : held + length] = part
         self.end += length
 
-    def reserve(self, length: int, like: list[mx.array]) -> int:
+    def reserve(self, length: int, like: Seq[mx.array]) -> int:
         """Make room for `length` more tokens with the heads, dims and dtypes of `like`, one [_, heads, _, dim] for each
         buffer; returns how many tokens the buffers hold before them."""
         held = self.end - self.start
@@ -56,7 +67,7 @@ class SeqKV:
             held = self._grow(length, like)
         return held
 
-    def _grow(self, length: int, like: list[mx.array]) -> int:
+    def _grow(self, length: int, like: Seq[mx.array]) -> int:
         """Move what must be kept into larger buffers; returns how many tokens that is."""
         held = self.end - self.start
         keep = held if self.window is None else min(held, self.window - 1 + SLACK)
@@ -78,12 +89,12 @@ class SeqKV:
     def view(self, length: int) -> tuple[mx.array, mx.array]:
         """Keys and values that the last `length` queries can see."""
         held = self.end - self.start
-        first = held - self.visible(length)
+        first = 0 if self.window is None else held - self.visible(length)
         assert self.keys is not None
         assert self.values is not None
         if first == 0 and held == self.keys.shape[2]:
             return self.keys, self.values
-        return self.keys[..., first:held, :], self.values[..., first:held, :]
+        return self.keys[:, :, first:held], self.values[:, :, first:held]
 
     def trim(self, count: int) -> None:
         """Take the last `count` tokens back."""
