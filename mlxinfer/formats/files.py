@@ -73,11 +73,15 @@ def json_bytes(value: Any, indent: int | None = None) -> bytes:
     return json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a small file whole: under another name first, synced, then renamed. Raises OSError, the old one kept."""
+def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write a small file whole: under another name first, synced, then renamed. Raises OSError, the old one kept.
+
+    `mode` is what it may be used for, less the process's mask.
+    """
     beside = path.with_name(f".{path.name}.new")
     try:
-        with open(beside, "wb") as file:
+        beside.unlink(missing_ok=True)
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
