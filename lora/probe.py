@@ -146,13 +146,14 @@ def try_layers(
     steps = min(2, options.grad_accumulation_steps) if not packed else 2
     scope = recomputed(model) if options.grad_checkpointing else contextlib.nullcontext()
     model.train()
-    with scope:
+    with scope, runtime.least_memory():
         peaks, seconds = _two_updates(model, options, held, [micro] * steps)
     evaluation = 0
     if evaluated:
         model.eval()
         mx.reset_peak_memory()
-        mx.eval(loss(model, batches.batch(micro)))
+        with runtime.least_memory():
+            mx.eval(loss(model, batches.batch(micro)))
         evaluation = mx.get_peak_memory()
     trained: Any = tree_flatten(model.trainable_parameters())
     return Trial(

@@ -16,6 +16,7 @@ import numpy as np
 from mlxinfer import upstream
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.lora.attention import attention
+from mlxinfer.lora.modes import calling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -182,17 +183,13 @@ def segment_caches(model: nn.Module, layout: Layout, offset: int = 0) -> list[Se
 def isolated_by(model: Any, held: list[list[SegmentCache]]) -> Iterator[None]:
     """Inside, `model(inputs)` is each row with its own `held` caches. By instance; the class stays as it is."""
     upstream.route_attention(_takes, attend)
-    own: Any = type(model)
 
-    def call(self: Any, inputs: mx.array, **options: Any) -> mx.array:
+    def call(own: Any, self: Any, inputs: mx.array, **options: Any) -> mx.array:
         rows = zip(mx.split(inputs, inputs.shape[0]), held, strict=True)
         return mx.concatenate([own.__call__(self, row, cache=caches, **options) for row, caches in rows])
 
-    model.__class__ = type(own.__name__, (own,), {"__call__": call})
-    try:
+    with calling(model, call):
         yield
-    finally:
-        model.__class__ = own
 
 
 def _takes(cache: Any) -> bool:

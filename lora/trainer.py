@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxinfer import runtime
 from mlxinfer.errors import InvalidRequestError, TrainingError
 from mlxinfer.lora import checkpoint, methods, objectives
 from mlxinfer.lora.callbacks import Callback, JsonLog, Record, read_log
@@ -28,7 +29,7 @@ from mlxinfer.lora.schedules import learning_rate
 from mlxinfer.lora.state import State, fingerprint_of, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import mlx.nn as nn
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 MAX_NAMED = 20
 """Rows that one message names."""
+RUN_AHEAD = 0.05
+"""Of the peak: memory that a CPU may use to issue operations ahead of those that free their inputs."""
 
 
 class Rows(Protocol):
@@ -114,6 +117,7 @@ class _Run:
     state: State
     loss: Loss
     gradients: Gradients
+    _settle: Callable[[], None]
 
     def __init__(
         self, model: nn.Module, tokenizer: Tokenizer | None, config: TrainConfig, ranks: Ranks, folder: Path | None
@@ -187,7 +191,7 @@ class _Run:
         checkpointing = recomputed(self.model) if self.config.grad_checkpointing else contextlib.nullcontext()
         self.model.train()
         try:
-            with self.interrupt, checkpointing:
+            with self.interrupt, checkpointing, runtime.least_memory(RUN_AHEAD) as self._settle:
                 self._updates()
             if self.folder is not None and not self.ranks.rank:
                 write_result(self.folder, self.model, self.config, self.state, self.history, self.extra)
@@ -228,6 +232,7 @@ class _Run:
         self.optimizer.learning_rate = rate
         self.optimizer.update(self.model, tree_unflatten(list(gradients.items())))
         mx.eval(self.model.trainable_parameters(), self.optimizer.state)
+        self._settle()
         state.update, state.position, state.tokens = state.update + 1, state.position + 1, state.tokens + sums.tokens
         self._record(
             "update",

@@ -22,6 +22,7 @@ from mlxinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable, Iterator
 
     import mlx.core as mx
 
@@ -147,6 +148,33 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, (2 << 30) - 1), (M_TOP_PAD, 64 << 20)):
             mallopt(option, value)
+
+
+@contextlib.contextmanager
+def least_memory(slack: float = 0.0) -> Iterator[Callable[[], None]]:
+    """Have mlx wait for running operations before it makes arrays beyond what the computation itself needs.
+
+    On a CPU mlx issues some hundred operations ahead of those that free their inputs, further the busier the machine:
+    the same step peaked at 348 and at 380 MiB. In the scope it waits wherever memory is in use beyond a bound, at first
+    0; each call of what is handed over lets it use `slack` more than was ever made in the scope. Elsewhere nothing
+    changes: Metal would empty its cache of buffers at the same bound.
+    """
+    import mlx.core as mx
+
+    if not on_cpu():
+        yield lambda: None
+        return
+
+    held = mx.get_active_memory()
+
+    def settle() -> None:
+        mx.set_memory_limit(held + int((mx.get_peak_memory() - held) * (1 + slack)))
+
+    before = mx.set_memory_limit(0)
+    try:
+        yield settle
+    finally:
+        mx.set_memory_limit(before)
 
 
 def _metal_working_set() -> int | None:

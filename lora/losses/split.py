@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxinfer.engine.head import layers_of, stack_of
-from mlxinfer.lora.modes import evaluating
+from mlxinfer.lora.modes import calling, evaluating
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,11 +51,11 @@ class Split:
             return model(inputs)
         heard: list[mx.array] = []
 
-        def listen(own: Any, stack: Any, args: Any, options: Any) -> Any:
+        def listen(own: Any, stack: Any, *args: Any, **options: Any) -> Any:
             heard.append(own.__call__(stack, *args, **options))
             return heard[-1]
 
-        with _instead(self._stack, listen):
+        with calling(self._stack, listen):
             # The head's part of this graph is never evaluated.
             model(inputs)
         # One, or one for each row of a packed batch.
@@ -66,7 +66,7 @@ class Split:
         if self.whole:
             return hidden
         model: Any = self.model
-        with _instead(self._stack, lambda *_: hidden[None]):
+        with calling(self._stack, lambda *_, **__: hidden[None]):
             return model(mx.zeros((1, hidden.shape[0]), mx.int32))[0]
 
     def parameters(self) -> dict[str, mx.array]:
@@ -143,18 +143,3 @@ class Split:
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-@contextlib.contextmanager
-def _instead(stack: Any, run: Any) -> Iterator[None]:
-    """Inside, `stack(…)` is `run(its class, stack, args, options)`. By instance; the class stays as it is."""
-    own: Any = type(stack)
-
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        return run(own, self, args, options)
-
-    stack.__class__ = type(own.__name__, (own,), {"__call__": call})
-    try:
-        yield
-    finally:
-        stack.__class__ = own

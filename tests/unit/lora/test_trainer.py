@@ -130,6 +130,30 @@ def test_five_runs_in_a_process_cost_the_same_forwards_and_memory(monkeypatch: p
     assert memory[-1] <= memory[1] + (16 << 10)  # a lost set of adapters would be 28 kB a run
 
 
+@pytest.mark.parametrize("packing", ["on", "off"])
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_nothing_of_an_update_waits_for_the_garbage_collector(packing: Any, loss: Any) -> None:
+    held: list[int] = []
+
+    class Watch(Callback):
+        def on_record(self, record: Any) -> None:
+            held.append(mx.get_active_memory())
+
+    made = rows(8, longest=40).items
+    data = Rows([Pair(*pair) for pair in zip(made[::2], made[1::2], strict=True)] if loss == "dpo" else made)
+    size = 4 if packing == "on" else 1
+    config = TrainConfig(updates=6, loss=loss, packing=packing, micro_batch_size=size, optimizer="sgd", momentum=0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        train(model(), None, data, None, config, callbacks=[Watch()])
+    finally:
+        gc.enable()
+    assert len(held) == 6
+    # What one update computes takes some 400 kB.
+    assert max(held[2:]) - min(held[2:]) < 20_000
+
+
 def test_a_loss_that_is_no_number_names_update_and_row_and_keeps_the_state(tmp_path: Any) -> None:
     data = rows(4)
     bad = data.items[2].token_ids
