@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxinfer.engine.engine import Engine, Event, Request
+from mlxinfer.engine.events import Open
 from mlxinfer.engine.governor import Governor
 from mlxinfer.engine.rows import RowSpec
 from mlxinfer.engine.runner import Runner
@@ -179,3 +180,24 @@ def test_idle_prefixes_give_way_to_running_sequences():
         assert thread.call(engine.cached_bytes) < held
     finally:
         thread.call(engine.close)
+
+
+def test_eight_sequences_of_very_different_lengths_hold_at_most_a_tenth_more_than_they_need():
+    lengths = [100 + 3900 * i // 7 for i in range(8)]
+    runner = Runner(tiny.build_model(tiny.config(max_position_embeddings=8192)), 320)
+    thread = mlx_thread()
+
+    def held() -> int:
+        engine = Engine(thread, runner, max_num_seqs=8, max_queue=8, prefill_chunk=512, prefix_bytes=0,
+                        memory=Governor(1 << 32))  # fmt: skip
+        for i, length in enumerate(lengths):
+            engine._admit(Open(request(str(i), [5 + i] * length, 64), lambda _: None, 0.0))
+        while any(tracked.num_scheduled < 2 for tracked in engine.state.requests.values()):
+            engine.step()
+        taken, rows = runner.kv_bytes(), [row.held.length for row in runner._rows.values()]
+        engine.close()
+        assert all(row >= length for row, length in zip(rows, lengths, strict=True))
+        return taken
+
+    token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head_dim, bytes
+    assert sum(lengths) * token <= thread.call(held) <= 1.1 * sum(lengths) * token
