@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer import runtime
+from mlxinfer.engine.blank import num_layers
+from mlxinfer.engine.blank import weights_bytes as weights_bytes_of
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.lora import objectives, probe
 from mlxinfer.lora.base import PLAIN_SHARE
@@ -178,7 +180,7 @@ class _Run:
 
     def need(self, options: TrainConfig, items: Sequence[Any] | None = None) -> Need:
         packed = self._stays_packed(options)
-        layers = probe.num_layers(self.config)
+        layers = num_layers(self.config)
         few, more = self._trials(options, items or self.items, layers, packed)
         trained_layers = min(layers, options.num_layers or layers)
         added = trained_layers - min(more.layers, options.num_layers or more.layers)
@@ -194,11 +196,11 @@ class _Run:
         )
         peak = int(peak * (1 + MARGIN)) + FIXED_BYTES
         held = min(held, peak)
-        base = self.weights_bytes or probe.weights_bytes(self.config, keep_packed=packed)
+        base = self.weights_bytes or weights_bytes_of(self.config, keep_packed=packed)
         if self.weights_bytes and not packed and self.config.get("quantization"):
-            base = probe.weights_bytes(self.config, keep_packed=False)
+            base = weights_bytes_of(self.config, keep_packed=False)
         if self.teacher:
-            base += probe.weights_bytes(self.teacher, keep_packed=False)
+            base += weights_bytes_of(self.teacher, keep_packed=False)
         return Need(base, held, peak - held, *self._time(options, few, more, layers))
 
     def _evaluation(self, options: TrainConfig, trial: Trial) -> int:
@@ -211,7 +213,7 @@ class _Run:
             return False
         if options.method == "qlora" or not runtime.on_cpu():
             return True
-        return probe.weights_bytes(self.config, keep_packed=False) > PLAIN_SHARE * self.memory
+        return weights_bytes_of(self.config, keep_packed=False) > PLAIN_SHARE * self.memory
 
     def _trials(self, options: TrainConfig, items: Sequence[Any], layers: int, packed: bool) -> tuple[Trial, Trial]:
         """Over FEW and MORE layers, or twice the same one over all where there are no more."""
@@ -265,7 +267,7 @@ def _cheaper(
     longest = max(len(example.token_ids) for unit in objectives.units_of(items) for example in unit)
     if min(longest, options.max_tokens) > SHORT_ROW:
         yield with_more(max_tokens=max(SHORT_ROW, min(longest, options.max_tokens) // 2))
-    layers = probe.num_layers(config)
+    layers = num_layers(config)
     if (options.num_layers or layers) > 1:
         yield with_more(num_layers=max(1, (options.num_layers or layers) // 4))
 

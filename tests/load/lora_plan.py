@@ -11,8 +11,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from mlxinfer.engine.blank import weights_bytes
 from mlxinfer.lora.planner import items_of, plan
-from mlxinfer.lora.probe import weights_bytes
 from tests.load.lora_measured import Setup, config_of, measured
 
 LARGE = 100 << 20
