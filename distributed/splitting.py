@@ -36,7 +36,7 @@ def split_layers(
                 seconds = held / rate[stage]
                 # Rounded: equal totals are to be told apart by the slowest stage.
                 times = (round(total + seconds, 9), max(slowest, seconds))
-                found = (*(reversed(times) if level else times), (*split, count))
+                found = (times[level], times[not level], (*split, count))
                 if done + count not in after or found < after[done + count]:
                     after[done + count] = found
         best = after

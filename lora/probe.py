@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxinfer import runtime
-from mlxinfer.engine.blank import LAYER_KEYS, blank, num_layers
+from mlxinfer.engine.blank import blank, shallow
 from mlxinfer.lora import methods, objectives
 from mlxinfer.lora.batches import WIDTH_STEP
 from mlxinfer.lora.gradients import Gradients
@@ -60,18 +60,6 @@ class Trial:
     """Width times rows of them all."""
     updates: int
     """Of an epoch."""
-
-
-def shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The config of a model with the first `layers` layers."""
-    if isinstance(text := config.get("text_config"), dict):
-        return {**config, "text_config": shallow(text, layers)}
-    whole = num_layers(config)
-    cut = {
-        key: value[:layers] if isinstance(value, list) and len(value) == whole else value
-        for key, value in config.items()
-    }
-    return cut | {key: layers for key in LAYER_KEYS if isinstance(config.get(key), int)}
 
 
 def try_layers(

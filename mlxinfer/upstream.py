@@ -60,6 +60,24 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
 
 
+@contextlib.contextmanager
+def without_gather() -> Iterator[None]:
+    """Inside, a pipeline's stages don't hand the last one's output to all: whoever samples has it, and nobody waits.
+
+    mlx-lm's models ask `mx.distributed` while their graph is built.
+    """
+    own = mx.distributed.all_gather
+    mx.distributed.all_gather = _as_it_is
+    try:
+        yield
+    finally:
+        mx.distributed.all_gather = own
+
+
+def _as_it_is(array: mx.array, **_: Any) -> mx.array:
+    return array
+
+
 def make_cache(model: nn.Module) -> list[Any]:
     """One mlx-lm cache per layer, empty: the model's own `make_cache`, else a KVCache for each layer."""
     return _cache.make_prompt_cache(model)

@@ -26,6 +26,18 @@ def num_layers(config: Mapping[str, Any]) -> int:
     return found
 
 
+def shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The config of a model with the first `layers` layers."""
+    if isinstance(text := config.get("text_config"), dict):
+        return {**config, "text_config": shallow(text, layers)}
+    whole = num_layers(config)
+    cut = {
+        key: value[:layers] if isinstance(value, list) and len(value) == whole else value
+        for key, value in config.items()
+    }
+    return cut | {key: layers for key in LAYER_KEYS if isinstance(config.get(key), int)}
+
+
 def blank(config: Mapping[str, Any], *, keep_packed: bool) -> nn.Module:
     """A model whose arrays are not computed, in the dtype that a run computes in; packed as the config says, or not."""
     model = upstream.empty_model(config)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlxinfer.engine.events import Event, Open, Request, Sink, sent, timings_of
+from mlxinfer.engine.events import Event, Open, Request, RowsLostError, Sink, sent, timings_of
 from mlxinfer.engine.governor import Governor, governor
 from mlxinfer.engine.idle import IdleWriter
 from mlxinfer.engine.memory import RESERVE_TOKENS
@@ -160,6 +160,10 @@ class Engine:
             self.memory.balance(self)
         try:
             return self._step()
+        except RowsLostError as error:
+            log.warning("%s", error)
+            self._recover(error)
+            return True
         except Exception as error:
             # The worker's edge: whatever failed, every open request goes on or gets its one terminal event.
             log.exception("a step failed")
@@ -385,15 +389,23 @@ class Engine:
             if release.request_id not in self.state.requests:
                 self.runner.forget(release.request_id)
         self.state.release.clear()
-        self.runner.drop_all()
+        self._reserved = 0
+        try:
+            self.runner.drop_all()
+        except MlxinferError as failure:
+            # Where the rows would go on there is nothing.
+            for request_id in list(self._open):
+                self._fail(request_id, EngineError(f"the engine's rows are lost: {failure}"))
+            return
         for request_id in list(self.state.started):
             self.state.rewind(request_id)
+        if isinstance(error, RowsLostError):
+            return
         # Without a step to look at, it is the one that runs alone, or anyone.
         involved = {name for step in steps for name in step.request_ids} or set(self.state.probation[:1])
         suspects = [name for name in self.state.requests if name in involved] or list(self.state.requests)
         for name in suspects:
             self.state.suspect(name, alone=len(suspects) == 1)
-        self._reserved = 0
         if len(suspects) == 1 and self.state.requests[suspects[0]].failed_alone > 1:
             message = f"the engine's step failed: {type(error).__name__}: {error}"
             self._fail(suspects[0], EngineError(message))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mlxinfer.errors import EngineError
 from mlxinfer.types import FinishReason, Timings, Usage
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from mlxinfer.types import TokenLogprob
 
 log = logging.getLogger(__name__)
+
+
+class RowsLostError(EngineError):
+    """What the rows held is gone, and no request is to blame: all go on from their tokens."""
 
 
 @dataclass(frozen=True, slots=True)

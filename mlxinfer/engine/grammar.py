@@ -190,7 +190,8 @@ class _Walk:
 class CompiledGrammar:
     """A grammar that is ready for use by any number of requests."""
 
-    def __init__(self, matcher: LLMatcher, bits: bytes) -> None:
+    def __init__(self, matcher: LLMatcher, bits: bytes, source: Grammar) -> None:
+        self.source = source
         self._matcher = matcher
         self._bits = bits
         self._stands: threading.Event | None = None
@@ -239,7 +240,7 @@ class Grammars:
             )
         if not any(bits):
             raise InvalidRequestError(f"the {grammar.kind} grammar allows no text", param="grammar")
-        compiled = CompiledGrammar(matcher, bits)
+        compiled = CompiledGrammar(matcher, bits, grammar)
         with self._lock:
             self._compiled[grammar] = compiled
             while len(self._compiled) > CACHED:

@@ -166,26 +166,24 @@ class RaggedKV:
         return all(row.keys is None for row in self.rows)
 
     @property
-    def keys(self) -> mx.array | None:
-        """The buffer of a single row; pipeline-parallel models tie it to their communication."""
-        return self._only_row().keys
+    def keys(self) -> mx.array | list[mx.array] | None:
+        """The row's buffer, or one for each row. For models that tie their communication to it by `mx.depends`."""
+        return self.rows[0].keys if self.single else [row.buffers()[0] for row in self.rows]
 
     @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self._only_row().keys = keys
+    def keys(self, keys: Any) -> None:
+        for row, held in zip(self.rows, [keys] if self.single else keys, strict=True):
+            row.keys = held
 
     @property
-    def values(self) -> mx.array | None:
-        return self._only_row().values
+    def values(self) -> mx.array | list[mx.array] | None:
+        """As `keys`."""
+        return self.rows[0].values if self.single else [row.buffers()[1] for row in self.rows]
 
     @values.setter
-    def values(self, values: mx.array) -> None:
-        self._only_row().values = values
-
-    def _only_row(self) -> SeqKV:
-        if not self.single:
-            raise UnbatchableError("the model reaches into the cache's buffers")
-        return self.rows[0]
+    def values(self, values: Any) -> None:
+        for row, held in zip(self.rows, [values] if self.single else values, strict=True):
+            row.values = held
 
 
 def _poisoned(like: mx.array, extra: int) -> mx.array:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlxinfer.engine.logprobs import Logprobs
-from mlxinfer.engine.sampling import BatchSampler, RowSampling, RowState, uniform
+from mlxinfer.engine.sampling import RowSampling, RowState, Sampler, uniform
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ class Choice:
     read first: they say what may come."""
 
     rows: list[Row]
-    sampler: BatchSampler
+    sampler: Sampler
     uniforms: list[float]
     logits: mx.array
     keep: Callable[[mx.array], None]
@@ -188,7 +188,7 @@ class Decoding:
 
     ids: tuple[str, ...]
     rows: list[Row]
-    sampler: BatchSampler
+    sampler: Sampler
     batch: Batch | SplitBatch | None = None
     tokens: mx.array | None = field(default=None)
 

@@ -18,7 +18,7 @@ from mlxinfer.engine.grammar import Pacer
 from mlxinfer.engine.logprobs import Logprobs
 from mlxinfer.engine.ragged import stackable
 from mlxinfer.engine.rows import Choice, Decoding, Launched, Row, RowSpec, uniforms
-from mlxinfer.engine.sampling import BatchSampler, RowState
+from mlxinfer.engine.sampling import BatchSampler, RowState, Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -256,7 +256,7 @@ class Runner(Forwards):
             for i, row in enumerate(rows):
                 row.token = tokens[i : i + 1].astype(mx.uint32)
 
-        return Choice(rows, BatchSampler([row.state for row in rows]), uniforms(rows, decode), logits, keep)
+        return Choice(rows, self._sampler(rows), uniforms(rows, decode), logits, keep)
 
     def _forward_rows(self, rows: list[Row], tokens: mx.array) -> mx.array:
         batch = self._new_batch([row.held for row in rows])
@@ -273,8 +273,12 @@ class Runner(Forwards):
             return self._decoding
         self._settle()
         rows = [self._rows[i] for i in ids]
-        self._decoding = Decoding(ids, rows, BatchSampler([r.state for r in rows]))
+        self._decoding = Decoding(ids, rows, self._sampler(rows))
         return self._decoding
+
+    def _sampler(self, rows: list[Row]) -> Sampler:
+        """What turns these rows' logits into tokens."""
+        return BatchSampler([row.state for row in rows])
 
     def _settle(self) -> None:
         """Give the last batch's tokens and recurrent states back to its rows."""

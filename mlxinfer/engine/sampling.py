@@ -8,6 +8,7 @@ arithmetic doesn't depend on its neighbours' parameters, and greedy rows pay for
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from mlxinfer.types import SamplingParams
+
+Sampler = Callable[[mx.array, Sequence[float], Mapping[int, bytes] | None], mx.array]
+"""As BatchSampler is called."""
 
 
 def uniform(seed: int, position: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlxinfer.engine.blank import num_layers, weights_bytes
+from mlxinfer.engine.blank import num_layers, shallow, weights_bytes
 from mlxinfer.errors import UnsupportedModelError
 
 LLAMA_70B = {
@@ -32,3 +32,8 @@ def test_weights_are_counted_and_not_computed() -> None:
 def test_a_config_without_a_number_of_layers_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="number of layers"):
         num_layers({"model_type": "llama"})
+
+
+def test_a_shallow_config_keeps_one_entry_for_each_layer() -> None:
+    config = {"text_config": {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"], "other": [1, 2]}}
+    assert shallow(config, 2) == {"text_config": {"num_hidden_layers": 2, "layer_types": ["a", "b"], "other": [1, 2]}}

@@ -258,7 +258,7 @@ def test_one_after_the_other_until_it_is_cut_off() -> None:
     class Constraint:
         def __init__(self, wait: bool = False) -> None:
             self.wait, self.moved, self.given_up = wait, 0, False
-            self.grammar = module.CompiledGrammar(None, b"")  # pyright: ignore[reportArgumentType]
+            self.grammar = module.CompiledGrammar(None, b"", Grammar("json_object"))  # pyright: ignore[reportArgumentType]
 
         def advance(self, tokens: list[int]) -> None:
             self.moved += 1
@@ -296,7 +296,7 @@ def test_after_one_that_took_too_long_the_next_get_little_time(monkeypatch: pyte
             go_on.wait(30)
 
     def taken() -> float:
-        constraint = Endless(module.CompiledGrammar(None, b""), None, b"")  # pyright: ignore[reportArgumentType]
+        constraint = Endless(module.CompiledGrammar(None, b"", Grammar("json_object")), None, b"")  # pyright: ignore[reportArgumentType]
         begun = time.monotonic()
         pacer.advance([(constraint, [1])])
         assert constraint.error is not None

@@ -78,13 +78,6 @@ def test_a_plan_is_told_in_words_and_in_numbers(monkeypatch: pytest.MonkeyPatch)
     assert "with grad_checkpointing on" in made.text()
 
 
-def test_a_shallow_config_keeps_one_entry_for_each_layer() -> None:
-    config = {"text_config": {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"], "other": [1, 2]}}
-    assert probe.shallow(config, 2) == {
-        "text_config": {"num_hidden_layers": 2, "layer_types": ["a", "b"], "other": [1, 2]}
-    }
-
-
 def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no row"):
         plan(tiny.config(), TrainConfig(), (), GIB)

@@ -1,0 +1,189 @@
+"""`python -m mlxinfer.distributed.rank`: one rank. It holds a part of a model and does the steps it is told.
+
+It is told over a channel by the process that has the scheduler. When that channel ends, so does the rank, wherever it
+is: a collective that nobody answers can't be left in any other way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxinfer.distributed import wire
+from mlxinfer.distributed.frames import Channel, ChannelError
+from mlxinfer.errors import MlxinferError
+
+if TYPE_CHECKING:
+    from mlxinfer.distributed.rank_runner import RankRunner
+    from mlxinfer.engine.grammar import Grammars
+    from mlxinfer.engine.rows import Launched
+
+log = logging.getLogger(__name__)
+
+ALIVE_S = 0.5
+"""Seconds between two signs of life."""
+LOST = 3
+"""Exit code of a rank whose channel ended."""
+
+
+def main() -> None:
+    """Arguments: where to connect, which rank this is; the secret comes on stdin, one line."""
+    parser = argparse.ArgumentParser(prog="python -m mlxinfer.distributed.rank")
+    parser.add_argument("--connect", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    asked = parser.parse_args()
+    secret = sys.stdin.buffer.readline().strip()
+    host, _, port = asked.connect.rpartition(":")
+    channel = Channel(socket.create_connection((host.strip("[]"), int(port)), timeout=10), secret, serving=False)
+    channel.send({"rank": asked.rank, "pid": os.getpid()})
+    Rank(channel, asked.rank).run()
+
+
+class Rank:
+    """Messages in, outputs out, in the order of the messages."""
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        self._channel, self._rank = channel, rank
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._runner: RankRunner | None = None
+        self._grammars: Grammars | None = None
+        self._before: Launched | None = None
+        self._steps = 0
+
+    def run(self) -> None:
+        """Until the channel ends or a message says so."""
+        threading.Thread(target=self._listen, name="listen", daemon=True).start()
+        threading.Thread(target=self._live, name="alive", daemon=True).start()
+        try:
+            while True:
+                message = self._inbox.get()
+                if "stop" in message:
+                    os._exit(0)
+                for name, body in message.items():
+                    getattr(self, f"_on_{name}")(body)
+        except MlxinferError as error:
+            self._failed(str(error))
+        except Exception as error:
+            # The process's edge: whoever waits has to hear why.
+            log.exception("this rank failed")
+            self._failed(f"{type(error).__name__}: {error}")
+
+    def _failed(self, why: str) -> None:
+        try:
+            self._channel.send({"failed": why})
+        finally:
+            os._exit(1)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._channel.receive()
+            except ChannelError:
+                # Not sys.exit: the other thread may stand in a collective for ever.
+                os._exit(LOST)
+            if not isinstance(message, dict) or not message.keys() <= MESSAGES:
+                os._exit(LOST)
+            self._inbox.put(message)
+
+    def _live(self) -> None:
+        wait = threading.Event()
+        while not wait.wait(ALIVE_S):
+            try:
+                self._channel.send({"alive": self._steps})
+            except ChannelError:
+                os._exit(LOST)
+
+    # Messages
+
+    def _on_load(self, body: Any) -> None:
+        import mlx.core as mx
+
+        from mlxinfer import kernels
+        from mlxinfer.config import load_settings
+        from mlxinfer.distributed import shards
+        from mlxinfer.distributed.rank_runner import RankRunner
+        from mlxinfer.engine.grammar import Grammars
+        from mlxinfer.tokenizer import Tokenizer
+
+        kernels.enable(load_settings())
+        group = mx.distributed.init(strict=True, backend=body["backend"])
+        folder = Path(body["folder"])
+        model, config, part = shards.load(folder, group, dtype=body.get("dtype", "auto"))
+        vocab = int((config.get("text_config") or config)["vocab_size"])
+        self._runner = RankRunner(model, vocab, config, group, part)
+        if self._rank == 0:
+            self._grammars = Grammars(Tokenizer.from_folder(folder), vocab)
+        self._channel.send({"ready": _told(self._runner, model)})
+
+    def _on_admit(self, body: Any) -> None:
+        spec, grammar = wire.spec_in(body)
+        compiled = None
+        if grammar is not None and self._grammars is not None:
+            compiled = self._grammars.compile(grammar)
+        self._held.admit(spec, compiled)
+
+    def _on_step(self, body: Any) -> None:
+        """As the engine does it with a runner of its own: launch, then read the step before."""
+        step = wire.step_in(body)
+        launched = self._held.launch(step)
+        before, self._before = self._before, launched
+        if before is not None:
+            before.follow()
+        launched.submit()
+        if before is not None:
+            self._tell(before)
+        launched.choose()
+        launched.submit()
+        if launched.choice is None:
+            self._before = None
+            self._tell(launched)
+
+    def _on_read(self, _: Any) -> None:
+        """No step follows for now."""
+        before, self._before = self._before, None
+        if before is not None:
+            self._tell(before)
+
+    def _on_forget(self, body: Any) -> None:
+        self._held.forget(str(body))
+
+    @property
+    def _held(self) -> RankRunner:
+        if self._runner is None:
+            raise ChannelError("a step came before the model")
+        return self._runner
+
+    def _tell(self, launched: Launched) -> None:
+        out = launched.read()
+        self._steps += 1
+        if self._rank == 0:
+            self._channel.send({"out": wire.outputs_out(out), "number": launched.step.number})
+
+
+MESSAGES = {"load", "admit", "step", "read", "forget", "stop"}
+
+
+def _told(runner: RankRunner, model: Any) -> dict[str, Any]:
+    """What the scheduler has to know of the model."""
+    import dataclasses
+
+    from mlxinfer.engine.dtypes import weight_bytes
+
+    return {
+        "tier": runner.tier,
+        "fused": runner.fused,
+        "needs_checkpoints": runner.needs_checkpoints,
+        "kv": dataclasses.astuple(runner.kv_cost),
+        "weight_bytes": weight_bytes(model),
+    }
+
+
+if __name__ == "__main__":
+    main()

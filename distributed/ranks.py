@@ -1,0 +1,292 @@
+"""The ranks of a running model, as the process with the scheduler has them: started, fed, watched, ended.
+
+mlx can't leave a group or enter one again, and a collective that nobody answers never ends. So ranks are processes,
+and when one is lost all are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import secrets as random_secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mlxinfer.distributed import wire
+from mlxinfer.distributed.frames import Channel, ChannelError, ChannelTimeoutError
+from mlxinfer.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from mlxinfer.engine.rows import Outputs
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 2.5
+"""A rank that gives no sign of life for so long is lost; it gives one every half second."""
+CONNECT_S = 30.0
+LOAD_S = 600.0
+LOOK_S = 0.25
+
+
+class RanksLostError(EngineError):
+    """A rank is gone, and with it what all of them held."""
+
+
+class Place(Protocol):
+    """Where a rank runs."""
+
+    host: str
+    """Where the other ranks reach it."""
+
+    def free_port(self) -> int:
+        """For the collectives."""
+        ...
+
+    def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> Handle:
+        """Start a rank's process. `hostfile` is the content of mlx's."""
+        ...
+
+
+class Handle(Protocol):
+    """A rank's process."""
+
+    def kill(self) -> None:
+        """At once, and reaped."""
+        ...
+
+    def ended(self) -> str:
+        """How it ended, in words; "" while it runs."""
+        ...
+
+
+class Here:
+    """This machine."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.host = host
+
+    def free_port(self) -> int:
+        with socket.socket() as free:
+            free.bind((self.host, 0))
+            return free.getsockname()[1]
+
+    def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> Handle:
+        return _Process(arguments, environment, hostfile, secret)
+
+
+class _Process:
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> None:
+        with tempfile.NamedTemporaryFile("w", prefix="mlxinfer-ring-", suffix=".json", delete=False) as file:
+            file.write(hostfile)
+        self._file = Path(file.name)
+        command = [sys.executable, "-m", "mlxinfer.distributed.rank", *arguments]
+        held = os.environ | dict(environment) | {"MLX_HOSTFILE": file.name}
+        # A process group of its own: Ctrl-C in a terminal is for the coordinator, which ends them in order.
+        self._process = subprocess.Popen(command, env=held, stdin=subprocess.PIPE, start_new_session=True)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{secret}\n".encode())
+            self._process.stdin.close()
+        self.pid = self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._file.unlink(missing_ok=True)
+
+    def ended(self) -> str:
+        code = self._process.poll()
+        return "" if code is None else f"its process ended with {code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank: where it runs, and the folder there with its part."""
+
+    place: Place
+    folder: str
+
+
+class RankSet:
+    """Ranks that run. Any thread may send; outputs come in order from `output`."""
+
+    def __init__(self, seats: Sequence[Seat], secret: str, *, listen: str = "127.0.0.1", dtype: str = "auto") -> None:
+        """Start them and load their parts. Raises RanksLostError, and then none is left."""
+        self.size = len(seats)
+        self.facts: dict[str, Any] = {}
+        """What rank 0 tells of the model."""
+        self._outputs: queue.SimpleQueue[tuple[int, Outputs] | None] = queue.SimpleQueue()
+        self._lost = ""
+        self._closed = False
+        self._ready = [threading.Event() for _ in seats]
+        self._seen = [time.monotonic() + CONNECT_S] * self.size
+        self._channels: dict[int, Channel] = {}
+        self._handles: list[Handle] = []
+        self._session = random_secrets.token_hex(16)
+        try:
+            with contextlib.closing(socket.create_server((listen, 0), backlog=self.size)) as server:
+                self._spawn(seats, secret, f"{listen}:{server.getsockname()[1]}")
+                self._accept(server, secret)
+            for rank in range(self.size):
+                threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
+            backend = "ring" if self.size > 1 else "any"
+            for rank, seat in enumerate(seats):
+                self.send(rank, {"load": {"folder": seat.folder, "dtype": dtype, "backend": backend}})
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    @property
+    def _all_ready(self) -> bool:
+        return all(event.is_set() for event in self._ready)
+
+    @property
+    def lost(self) -> str:
+        """Why there are no ranks any more; "" while there are."""
+        return self._lost
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those on this machine."""
+        return [handle.pid for handle in self._handles if isinstance(handle, _Process)]
+
+    def send(self, rank: int, message: Any) -> None:
+        """Raises RanksLostError."""
+        self._check()
+        try:
+            self._channels[rank].send(message)
+        except ChannelError as error:
+            self._lose(f"rank {rank}: {error}")
+            self._check()
+
+    def send_all(self, message: Any) -> None:
+        """To each rank, rank 0 last: it gives the answer. Raises RanksLostError."""
+        for rank in reversed(range(self.size)):
+            self.send(rank, message)
+
+    def output(self) -> tuple[int, Outputs]:
+        """(number of the step, what it gave), waited for. Raises RanksLostError."""
+        found = self._outputs.get()
+        if found is None:
+            # For whoever asks again.
+            self._outputs.put(None)
+            self._check()
+            raise RanksLostError("the ranks were ended")
+        return found
+
+    def close(self) -> None:
+        """End them all, at once."""
+        self._closed = True
+        for channel in list(self._channels.values()):
+            channel.close()
+        for handle in self._handles:
+            handle.kill()
+        self._outputs.put(None)
+
+    # Inside
+
+    def _spawn(self, seats: Sequence[Seat], secret: str, address: str) -> None:
+        hostfile = json.dumps([[f"{seat.place.host}:{seat.place.free_port()}"] for seat in seats])
+        for rank, seat in enumerate(seats):
+            arguments = ("--connect", address, "--rank", str(rank))
+            self._handles.append(seat.place.spawn(arguments, {"MLX_RANK": str(rank)}, hostfile, secret))
+
+    def _accept(self, server: socket.socket, secret: str) -> None:
+        ends = time.monotonic() + CONNECT_S
+        while len(self._channels) < self.size:
+            server.settimeout(LOOK_S)
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                self._check_started(ends)
+                continue
+            try:
+                channel = Channel(connection, secret.encode(), serving=True)
+                rank = int(channel.receive(timeout=5.0)["rank"])
+            except (ChannelError, TypeError, KeyError, ValueError) as error:
+                log.warning("a connection to the ranks' port was refused: %s", error)
+                continue
+            if not 0 <= rank < self.size or rank in self._channels:
+                log.warning("a connection to the ranks' port says it is rank %s", rank)
+                channel.close()
+                continue
+            self._channels[rank] = channel
+
+    def _check_started(self, ends: float) -> None:
+        for rank, handle in enumerate(self._handles):
+            if rank not in self._channels and (how := handle.ended()):
+                raise RanksLostError(f"rank {rank} did not start: {how}")
+        if time.monotonic() > ends:
+            missing = [str(rank) for rank in range(self.size) if rank not in self._channels]
+            raise RanksLostError(f"ranks {', '.join(missing)} did not connect within {CONNECT_S:.0f} s")
+
+    def _wait_ready(self) -> None:
+        ends = time.monotonic() + LOAD_S
+        while not self._all_ready:
+            self._check()
+            self._look()
+            if time.monotonic() > ends:
+                raise RanksLostError(f"the ranks did not load within {LOAD_S:.0f} s")
+            time.sleep(0.01)
+
+    def _listen(self, rank: int) -> None:
+        channel = self._channels[rank]
+        while True:
+            try:
+                message = channel.receive()
+                self._seen[rank] = time.monotonic()
+                if "failed" in message:
+                    raise ChannelError(str(message["failed"]))
+                if "ready" in message:
+                    self._take_ready(rank, message["ready"])
+                if "out" in message and rank == 0:
+                    self._outputs.put((int(message["number"]), wire.outputs_in(message["out"])))
+            except ChannelTimeoutError:
+                continue
+            except (ChannelError, TypeError, KeyError, ValueError) as error:
+                self._lose(f"rank {rank}: {error}")
+                return
+
+    def _take_ready(self, rank: int, facts: dict[str, Any]) -> None:
+        if rank == 0:
+            self.facts = facts
+        self._ready[rank].set()
+
+    def _watch(self) -> None:
+        while not self._closed and not self._lost:
+            time.sleep(LOOK_S)
+            self._look()
+
+    def _look(self) -> None:
+        for rank, handle in enumerate(self._handles):
+            if how := handle.ended():
+                self._lose(f"rank {rank}: {how}")
+            silent = time.monotonic() - self._seen[rank]
+            # A rank that waits for the others to join the group can't speak.
+            if silent > (SILENT_S if self._all_ready else CONNECT_S):
+                self._lose(f"rank {rank} has been silent for {silent:.1f} s")
+
+    def _lose(self, why: str) -> None:
+        if self._closed or self._lost:
+            return
+        self._lost = why
+        log.warning("the ranks are lost: %s", why)
+        self._outputs.put(None)
+
+    def _check(self) -> None:
+        if self._lost:
+            raise RanksLostError(self._lost)

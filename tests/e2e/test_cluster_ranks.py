@@ -1,0 +1,122 @@
+"""A model over real ranks on this machine says what it says in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mlxinfer.config import Settings
+from mlxinfer.engine.engine import Engine, Request
+from mlxinfer.engine.rows import RowSpec
+from mlxinfer.engine.sampling import RowSampling
+from mlxinfer.engine.start import start_engine
+from tests import tiny
+from tests.clusters import engine_over, parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 5,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "rope_theta": 10000.0,
+}
+FOUR: dict[str, Any] = {"num_key_value_heads": 4}
+PROMPTS = [[5 + i, *range(20, 20 + 9 * i), 7] for i in range(8)]
+
+
+@contextlib.contextmanager
+def engine_here(folder: Path) -> Iterator[Engine]:
+    started = start_engine("folder", folder, name="m", source="here", settings=Settings(prefix_cache_mb=0))
+    try:
+        yield started.engine
+    finally:
+        started.engine.thread.call(started.engine.close)
+
+
+def replies(
+    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int = 16, during: Any = None, **sampling: Any
+) -> list[list[int]]:
+    """Of requests that run together; `during` is called when each has some tokens."""
+    events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    for i, prompt in enumerate(prompts):
+        spec = RowSpec(
+            f"r{i}-{time.monotonic_ns()}", tuple(prompt), RowSampling(**({"temperature": 0.0} | sampling)), i
+        )
+        engine.submit(Request(spec, tokens, frozenset()), lambda event, i=i: events.put((i, event)))
+    got: list[list[int]] = [[] for _ in prompts]
+    left = len(prompts)
+    while left:
+        i, event = events.get(timeout=90)
+        assert event.error is None, event.error
+        if event.token is not None:
+            got[i].append(event.token)
+        left -= event.finished is not None
+        if during is not None and all(len(one) > 3 for one in got):
+            during()
+            during = None
+    return got
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "size", "split"),
+    [
+        ({}, "tensor", 2, ()),
+        (FOUR, "tensor", 4, ()),
+        (MOE, "tensor", 2, ()),
+        (MOE, "pipeline", 2, (3, 2)),
+        (MOE, "pipeline", 3, (1, 3, 1)),
+    ],
+)
+def test_tokens_over_ranks_are_those_of_one_process_alone_and_in_a_batch(
+    tmp_path: Path, config: dict[str, Any], kind: str, size: int, split: tuple[int, ...]
+) -> None:
+    source = tiny.write_folder(tmp_path / "m", **config)
+    with engine_here(source) as engine:
+        wanted = [*replies(engine, PROMPTS[:1]), *replies(engine, PROMPTS[1:5])]
+        drawn = replies(engine, PROMPTS[:3], temperature=0.9, top_p=0.9)
+    with engine_over(parts_of(source, tmp_path / "parts", kind, size, split)) as engine:
+        assert [*replies(engine, PROMPTS[:1]), *replies(engine, PROMPTS[1:5])] == wanted
+        assert replies(engine, PROMPTS[:3], temperature=0.9, top_p=0.9) == drawn
+    assert len({tuple(one) for one in wanted}) > 3
+
+
+def test_a_rank_that_is_killed_under_eight_streams_costs_no_token(tmp_path: Path) -> None:
+    source = tiny.write_folder(tmp_path / "m")
+    with engine_here(source) as engine:
+        wanted = replies(engine, PROMPTS, 120)
+    with engine_over(parts_of(source, tmp_path / "parts", "tensor", 2)) as engine:
+        runner: Any = engine.runner
+        for rank, number in ((1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)):
+            before = runner.ranks.pids
+            got = replies(
+                engine, PROMPTS, 120, lambda rank=rank, number=number, pids=before: os.kill(pids[rank], number)
+            )
+            assert got == wanted
+            assert runner.ranks.pids != before
+
+
+def test_clients_that_leave_leave_nothing_on_the_ranks(tmp_path: Path) -> None:
+    source = tiny.write_folder(tmp_path / "m")
+    with engine_over(parts_of(source, tmp_path / "parts", "tensor", 2)) as engine:
+        for i in range(40):
+            spec = RowSpec(f"gone{i}", tuple(PROMPTS[i % 8]), RowSampling(temperature=0.7), i)
+            engine.submit(Request(spec, 500, frozenset()), lambda _: None)
+            if i % 3 == 0:
+                time.sleep(0.01)
+            engine.cancel(f"gone{i}")
+        assert len(replies(engine, PROMPTS[:2])[0]) == 16
+        assert engine.thread.call(lambda: len(engine.state.requests)) == 0
