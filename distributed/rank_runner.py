@@ -56,6 +56,7 @@ class RankRunner(Runner):
         self.needs_checkpoints, self.restores = tried.needs_checkpoints, False
         self.kv_cost = tried.kv_cost
         self.forward_tokens = tried.forward_tokens
+        self.attention.handles.tied = True
         mx.eval(mx.random.state)
 
     def _sampler(self, rows: list[Row]) -> Sampler:

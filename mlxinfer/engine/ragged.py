@@ -45,6 +45,8 @@ class Handles:
         self._held: dict[int, tuple[mx.array, mx.array, RaggedKV]] = {}
         self.consumed: set[int] = set()
         """Ids of the handles that attention has looked up."""
+        self.tied = False
+        """Models may reach for a batch's buffers: the stages of a pipeline tie what they send to them."""
 
     def give(self, keys: mx.array, values: mx.array, cache: RaggedKV) -> None:
         self._held[id(keys)] = (keys, values, cache)
@@ -167,8 +169,8 @@ class RaggedKV:
 
     @property
     def keys(self) -> mx.array | list[mx.array] | None:
-        """The row's buffer, or one for each row. For models that tie their communication to it by `mx.depends`."""
-        return self.rows[0].keys if self.single else [row.buffers()[0] for row in self.rows]
+        """The row's buffer, or one for each row where `handles.tied`."""
+        return self.rows[0].keys if self.single else self._tied(0)
 
     @keys.setter
     def keys(self, keys: Any) -> None:
@@ -178,12 +180,17 @@ class RaggedKV:
     @property
     def values(self) -> mx.array | list[mx.array] | None:
         """As `keys`."""
-        return self.rows[0].values if self.single else [row.buffers()[1] for row in self.rows]
+        return self.rows[0].values if self.single else self._tied(1)
 
     @values.setter
     def values(self, values: Any) -> None:
         for row, held in zip(self.rows, [values] if self.single else values, strict=True):
             row.values = held
+
+    def _tied(self, which: int) -> list[mx.array]:
+        if not self.handles.tied:
+            raise UnbatchableError("the model reaches into the cache's buffers")
+        return [row.buffers()[which] for row in self.rows]
 
 
 def _poisoned(like: mx.array, extra: int) -> mx.array:
