@@ -28,8 +28,9 @@ MAX_BYTES = 64 << 20
 """Of one body: a step of many long prompts."""
 MIN_SECRET = 16
 HANDSHAKE_S = 5.0
-_HEAD = struct.Struct(">IQ")
-"""Bytes of the body, number of the frame."""
+_HEAD = struct.Struct(">BIQ")
+"""Kind, bytes of the body, number of the frame."""
+_JSON, _RAW = 0, 1
 
 
 class ChannelError(MlxinferError):
@@ -63,22 +64,23 @@ class Channel:
             raise
 
     def send(self, body: Any) -> None:
-        """Raises ChannelError when the other side has gone."""
-        data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        """A JSON value, or bytes as they are. Raises ChannelError when the other side has gone."""
+        raw = isinstance(body, bytes)
+        data = body if raw else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
         if len(data) > MAX_BYTES:
             raise ChannelError(f"a message of {len(data):,} bytes is too long; at most {MAX_BYTES:,} go")
         with self._sending:
-            head = _HEAD.pack(len(data), self._sent)
+            head = _HEAD.pack(_RAW if raw else _JSON, len(data), self._sent)
             self._sent += 1
             self._write(head + self._mac(self._out, head, data) + data)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """The next message. `timeout` is for its beginning: one that has begun has HANDSHAKE_S a piece.
+        """The next message, as it was sent. `timeout` is for its beginning: one that has begun has HANDSHAKE_S a piece.
 
         Raises ChannelTimeoutError, after which the channel may be used on, or ChannelError, after which it is closed.
         """
         head = self._read(_HEAD.size, timeout, begun=False)
-        length, number = _HEAD.unpack(head)
+        kind, length, number = _HEAD.unpack(head)
         if length > MAX_BYTES or number != self._received:
             self._refuse(f"frame {number} of {length:,} bytes where frame {self._received} is due")
         mac = self._read(MAC, HANDSHAKE_S)
@@ -86,6 +88,8 @@ class Channel:
         if not hmac.compare_digest(mac, self._mac(self._in, head, data)):
             self._refuse("a frame that the secret does not sign")
         self._received += 1
+        if kind == _RAW:
+            return data
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:

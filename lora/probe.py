@@ -1,4 +1,4 @@
-"""A few layers of a model, with made-up weights, taken through one update: what a layer costs in bytes and seconds.
+"""A few layers of a model, with made-up weights, taken through a few updates: what a layer costs in bytes and seconds.
 
 What is alive at a peak depends on the kernels, on what each layer keeps for the way back and on how far mlx runs ahead
 of the arrays it frees. All of that is in the run itself; a few layers of the right width show it.
@@ -28,11 +28,13 @@ from mlxinfer.lora.parallel import Ranks
 from mlxinfer.lora.recompute import recomputed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mlxinfer.lora.batches import Micro, UnitBatches
     from mlxinfer.lora.config import TrainConfig
 
+UPDATES = 4
+"""Of a trial."""
 PLANNED_EPOCHS = 3
 """Epochs that are searched for the largest micro-batch."""
 
@@ -72,7 +74,7 @@ def try_layers(
     evaluated: bool,
     teacher: Mapping[str, Any] | None = None,
 ) -> Trial:
-    """Take one update of `options` over the largest micro-batch of `items`, on `layers` layers; mlx's RNG is reseeded.
+    """Take UPDATES updates over the largest micro-batch of `items`, on `layers` layers; mlx's RNG is reseeded.
 
     `options.num_layers`, where it is set, is how many of these are trained. The peak of the process is reset.
     """
@@ -96,14 +98,12 @@ def try_layers(
     scope = recomputed(model) if options.grad_checkpointing else contextlib.nullcontext()
     model.train()
     with scope, runtime.least_memory():
-        peaks, seconds = _two_updates(model, options, held, [micro] * steps)
+        peaks, seconds = _updates(model, options, held, [micro] * steps)
     evaluation = 0
     if evaluated:
         model.eval()
-        mx.reset_peak_memory()
         with runtime.least_memory():
-            mx.eval(loss(model, batches.batch(micro)))
-        evaluation = mx.get_peak_memory()
+            evaluation = min(_evaluated(lambda: loss(model, batches.batch(micro))) for _ in range(UPDATES - 1))
     trained: Any = tree_flatten(model.trainable_parameters())
     return Trial(
         layers=layers,
@@ -119,6 +119,13 @@ def try_layers(
     )
 
 
+def _evaluated(make: Callable[[], Any]) -> int:
+    """Bytes at the peak."""
+    mx.reset_peak_memory()
+    mx.eval(make())
+    return mx.get_peak_memory()
+
+
 def _settled() -> int:
     """Bytes in use, with nothing left over."""
     gc.collect()
@@ -126,13 +133,18 @@ def _settled() -> int:
     return mx.get_active_memory()
 
 
-def _two_updates(
+def _updates(
     model: nn.Module, options: TrainConfig, held: Gradients, update: list[Micro]
 ) -> tuple[tuple[int, int], float]:
-    """As the trainer takes them; (peaks of gradients and of the optimizer), seconds of the quicker one's gradients."""
+    """As the trainer takes them; (peaks of gradients and of the optimizer), seconds of the quickest one's gradients.
+
+    From the second on the optimizer's state is there. What comes on top is how far mlx happened to run ahead, so the
+    lowest of several is what is needed.
+    """
     optimizer = build_optimizer(options)
-    highest, seconds = (0, 0), math.inf
-    for _ in range(2):
+    found: list[tuple[int, int]] = []
+    seconds = math.inf
+    for _ in range(UPDATES):
         mx.reset_peak_memory()
         began = time.perf_counter()
         sums = held.sums(update)
@@ -145,9 +157,9 @@ def _two_updates(
             gradients = clip(gradients, float(norm), options.max_grad_norm)
         optimizer.update(model, tree_unflatten(list(gradients.items())))
         mx.eval(model.trainable_parameters(), optimizer.state)
-        highest = max(highest[0], first), max(highest[1], mx.get_peak_memory())
+        found.append((first, mx.get_peak_memory()))
         del sums, gradients
-    return highest, seconds
+    return (min(first for first, _ in found[1:]), min(second for _, second in found)), seconds
 
 
 class _Sizes:

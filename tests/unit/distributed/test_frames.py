@@ -79,6 +79,13 @@ def test_a_large_message_arrives_whole(pair: tuple[Channel, Channel]) -> None:
     sender.join()
 
 
+def test_bytes_go_as_they_are(pair: tuple[Channel, Channel]) -> None:
+    client, server = pair
+    for data in (b"", b"\0\xff" * 1000, b'{"not": "json"}'):
+        client.send(data)
+        assert server.receive(1) == data
+
+
 def test_waiting_for_nothing_ends_and_the_channel_goes_on(pair: tuple[Channel, Channel]) -> None:
     client, server = pair
     with pytest.raises(ChannelTimeoutError, match="nothing from"):
@@ -124,8 +131,8 @@ def recorded() -> tuple[bytes, Channel, socket.socket]:
     left, right = wire()
     client, server = shake(left, right)
     client.send({"do": "something"})
-    length = struct.unpack(">IQ", right.recv(12, socket.MSG_PEEK))[0]
-    return right.recv(12 + MAC + length), server, left
+    length = struct.unpack(">BIQ", right.recv(13, socket.MSG_PEEK))[1]
+    return right.recv(13 + MAC + length), server, left
 
 
 def test_a_frame_is_accepted_once_only() -> None:

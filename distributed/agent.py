@@ -1,0 +1,222 @@
+"""What runs on every machine of a cluster: starts and ends ranks there, keeps parts of models, says what it finds.
+
+One coordinator at a time talks to it, over a channel that only holders of the cluster's secret can open. When that
+connection ends, so do the ranks that were started over it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import re
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from mlxinfer import __version__, runtime, upstream
+from mlxinfer.distributed.frames import Channel, ChannelError
+from mlxinfer.distributed.ranks import Here
+from mlxinfer.errors import InvalidRequestError, MlxinferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from mlxinfer.distributed.ranks import Handle
+
+log = logging.getLogger(__name__)
+
+CHUNK = 4 << 20
+"""Bytes of a file in one message."""
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}/[a-z]+-[a-z0-9-]+-rank-[0-9]+-of-[0-9]+")
+"""Model and part, the name of a folder below the agent's."""
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.(?:safetensors|json|jinja)")
+_ADDRESS = re.compile(r"\[?[A-Za-z0-9.:_-]{1,253}\]?:[0-9]{1,5}")
+BACKENDS = ("ring", "jaccl", "any")
+
+
+class Agent:
+    """Listens until `close`."""
+
+    def __init__(self, host: str, port: int, secret: str, parts: Path) -> None:
+        """Bind. Raises InvalidRequestError where that can't be. `parts` is where parts of models are kept."""
+        try:
+            self._server = socket.create_server((host, port), backlog=8)
+        except OSError as error:
+            raise InvalidRequestError(f"the agent cannot listen on {host}:{port}: {error}", param="host") from error
+        self._secret, self._parts = secret, parts
+        self._here = Here(host)
+        self._busy = threading.Lock()
+        self._closed = False
+
+    @property
+    def port(self) -> int:
+        return int(self._server.getsockname()[1])
+
+    def run(self) -> None:
+        """Serve connections, each on a thread, until `close`."""
+        while not self._closed:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="agent", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            channel = Channel(connection, self._secret.encode(), serving=True)
+        except ChannelError as error:
+            log.warning("refused: %s", error)
+            return
+        if not self._busy.acquire(blocking=False):
+            with contextlib.suppress(ChannelError):
+                channel.receive(5.0)
+                channel.send({"error": "another coordinator is at work here"})
+            channel.close()
+            return
+        session = _Session(channel, self._here, self._secret, self._parts)
+        try:
+            session.run()
+        finally:
+            session.end()
+            self._busy.release()
+
+
+class _Session:
+    """One coordinator's connection."""
+
+    def __init__(self, channel: Channel, here: Here, secret: str, parts: Path) -> None:
+        self._channel, self._here, self._secret, self._parts = channel, here, secret, parts
+        self._ranks: dict[int, Handle] = {}
+        self._made = 0
+
+    def run(self) -> None:
+        verbs: dict[str, Callable[[Any], Any]] = {
+            "hello": self._hello,
+            "port": lambda _: self._here.free_port(),
+            "folder": lambda body: str(self._folder(body["part"])),
+            "have": self._have,
+            "put": self._put,
+            "spawn": self._spawn,
+            "kill": self._kill,
+            "ended": self._ended,
+        }
+        while True:
+            try:
+                message = self._channel.receive()
+                verb = verbs.get(str(message.get("do"))) if isinstance(message, dict) else None
+                if verb is None:
+                    raise InvalidRequestError(f"the agent knows no {message!r:.80}")
+                answer = {"ok": verb(message)}
+            except ChannelError as error:
+                log.info("the coordinator has gone: %s", error)
+                return
+            except (MlxinferError, OSError, KeyError, TypeError, ValueError) as error:
+                answer = {
+                    "error": f"{type(error).__name__}: {error}" if not isinstance(error, MlxinferError) else str(error)
+                }
+            try:
+                self._channel.send(answer)
+            except ChannelError:
+                return
+
+    def end(self) -> None:
+        """The ranks end with their coordinator."""
+        for handle in self._ranks.values():
+            handle.kill()
+        self._channel.close()
+
+    # Verbs
+
+    def _hello(self, _: Any) -> dict[str, Any]:
+        memory = runtime.memory()
+        return {
+            "version": __version__,
+            **upstream.versions(),
+            "python": platform.python_version(),
+            "os": runtime.os_name(),
+            "chip": runtime.chip_name() or platform.machine(),
+            "memory_gb": round(memory.budget / 1e9, 2),
+            "name": socket.gethostname(),
+        }
+
+    def _folder(self, part: Any) -> Path:
+        if not isinstance(part, str) or not _PART.fullmatch(part) or ".." in part:
+            raise InvalidRequestError(f"{part!r:.100} is no name of a part")
+        return self._parts / part
+
+    def _have(self, body: Any) -> dict[str, Any]:
+        """Of each file of a part: its bytes, and their SHA-256; of one that is still coming: the bytes there are."""
+        folder = self._folder(body["part"])
+        return dict(_found(folder)) if folder.is_dir() else {}
+
+    def _put(self, body: Any) -> int:
+        """The next bytes of a file, at `offset`; `last` moves it to its name if the sum is right."""
+        name, offset = body["file"], int(body["offset"])
+        if not isinstance(name, str) or not _FILE.fullmatch(name):
+            raise InvalidRequestError(f"{name!r:.100} is no name of a file of a part")
+        folder = self._folder(body["part"])
+        folder.mkdir(parents=True, exist_ok=True)
+        data = self._channel.receive(30.0)
+        if not isinstance(data, bytes) or len(data) > CHUNK:
+            raise InvalidRequestError("the file's bytes are missing")
+        coming = folder / f"{name}.part"
+        with open(coming, "r+b" if coming.exists() else "w+b") as file:
+            if file.seek(0, os.SEEK_END) < offset:
+                raise InvalidRequestError(f"{name}: bytes at {offset} come before those ahead of them")
+            file.seek(offset)
+            file.write(data)
+            file.truncate()
+            file.flush()
+            if body.get("sum"):
+                os.fsync(file.fileno())
+        if wanted := body.get("sum"):
+            if (found := _sum_of(coming)) != wanted:
+                coming.unlink()
+                raise InvalidRequestError(f"{name} arrived damaged: {found[:12]}… where {str(wanted)[:12]}… was sent")
+            os.replace(coming, folder / name)
+        return offset + len(data)
+
+    def _spawn(self, body: Any) -> int:
+        connect, rank, backend = str(body["connect"]), int(body["rank"]), str(body.get("backend", "ring"))
+        if not _ADDRESS.fullmatch(connect) or not 0 <= rank < 1024 or backend not in BACKENDS:
+            raise InvalidRequestError(f"no rank can be started with {body!r:.200}")
+        arguments = ("--connect", connect, "--rank", str(rank))
+        self._made += 1
+        environment = {"MLX_RANK": str(rank)}
+        self._ranks[self._made] = self._here.spawn(arguments, environment, str(body["hostfile"]), self._secret)
+        return self._made
+
+    def _kill(self, body: Any) -> None:
+        handle = self._ranks.pop(int(body["id"]), None)
+        if handle is not None:
+            handle.kill()
+
+    def _ended(self, body: Any) -> str:
+        handle = self._ranks.get(int(body["id"]))
+        return "it was ended" if handle is None else handle.ended()
+
+
+def _found(folder: Path) -> Iterator[tuple[str, Any]]:
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".part":
+            yield file.name.removesuffix(".part"), {"bytes": file.stat().st_size, "sum": ""}
+        elif _FILE.fullmatch(file.name):
+            yield file.name, {"bytes": file.stat().st_size, "sum": _sum_of(file)}
+
+
+def _sum_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
