@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -136,11 +135,12 @@ def read_adapter(folder: Path, model: nn.Module) -> Adapter:
         wrong += misfits(weights, _parameters(model), whole=False)
     else:
         wrong += misfits(weights, expected(model, options))
+    wrong = wrong or not_finite(weights)
     if wrong:
         named = "; ".join(wrong[:MAX_NAMED]) + (
             f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
         )
-        raise ModelFileError(f"{folder / WEIGHTS} is for another model: {named}")
+        raise ModelFileError(f"{folder / WEIGHTS} is damaged, or for another model: {named}")
     notes = {key: value for key, value in ours.items() if key not in ("base", "weights_sha256", "method", "alpha")}
     return Adapter(options, weights, notes)
 
@@ -184,6 +184,13 @@ def misfits(weights: Mapping[str, mx.array], wanted: Mapping[str, tuple[int, ...
     return wrong
 
 
+def not_finite(weights: Mapping[str, mx.array]) -> list[str]:
+    """Tensors that hold what is no number, each in words: one of them makes all that a model says none."""
+    fine = {name: mx.isfinite(value).all() for name, value in weights.items() if value.dtype in FLOATS}
+    mx.eval(fine)
+    return [f"{name} holds NaN or infinity" for name, held in fine.items() if not held.item()]
+
+
 def _parameters(model: nn.Module) -> dict[str, tuple[int, ...]]:
     flat: Any = tree_flatten(model.parameters())
     return {name: value.shape for name, value in flat}
@@ -224,7 +231,7 @@ def _options(config: Mapping[str, Any], model: nn.Module, source: Path) -> Metho
     rank, scale, dropout = given.get("rank"), given.get("scale"), given.get("dropout", 0.0)
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= 65_536:
         raise ModelFileError(f"{source}: lora_parameters.rank is {rank!r:.80}; a whole number from 1 is expected")
-    for name, value, limit in (("scale", scale, math.inf), ("dropout", dropout, 1.0)):
+    for name, value, limit in (("scale", scale, methods.MAX_SCALE), ("dropout", dropout, 1.0)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < limit:
             raise ModelFileError(f"{source}: lora_parameters.{name} is {value!r:.80}; a number from 0 is expected")
     if not isinstance(layers, int) or isinstance(layers, bool):
@@ -238,7 +245,7 @@ def _scaled(
     method: Method, rank: int, scale: float, dropout: float, targets: tuple[str, ...], trained_by: object, alpha: object
 ) -> MethodOptions:
     """With the alpha that it was trained with, if that still is what makes the scale."""
-    if isinstance(alpha, int | float) and not isinstance(alpha, bool):
+    if isinstance(alpha, int | float) and not isinstance(alpha, bool) and 0 < alpha < methods.MAX_SCALE:
         named: Method = "rslora" if trained_by == "rslora" and method == "lora" else method
         recorded = MethodOptions(named, rank, float(alpha), dropout, targets)
         if recorded.scale == scale:

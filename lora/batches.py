@@ -75,8 +75,13 @@ class UnitBatches:
                     )
         self._lengths = [sum(len(example.token_ids) for example in unit) for unit in units]
         self._width = max([max_tokens, *self._lengths]) if packed else max_tokens
-        steps_of_width = -(-self._width // (MAX_SHAPES * WIDTH_STEP))
-        self._step = WIDTH_STEP * steps_of_width
+        # The widest row that there can be: a limit far above the rows must not make them wider.
+        longest = min(self._width, sum(self._lengths)) if packed else max(map(self._longest, units), default=1)
+        self._step = _step_of(longest)
+
+    @staticmethod
+    def _longest(unit: Unit) -> int:
+        return max(len(example.token_ids) for example in unit)
 
     def plan(self, epoch: int, rank: int, size: int) -> list[list[Micro]]:
         whole = self._size * self._steps * size
@@ -115,12 +120,19 @@ class UnitBatches:
         return [self._units[unit][0].where for row in micro for unit in row]
 
 
+def _step_of(longest: int) -> int:
+    """What widths are multiples of, where no row is longer than `longest`."""
+    return WIDTH_STEP * -(-longest // (MAX_SHAPES * WIDTH_STEP))
+
+
 class JudgedBatches(UnitBatches):
     """Single answers with a verdict, and each prompt with another row's answer beside: what KTO reads."""
 
-    def __init__(self, rows: Sequence[Judged], **options: int) -> None:
-        super().__init__([(row.example,) for row in rows], packed=False, **options)
-        self._rows = rows
+    def __init__(self, rows: Sequence[Judged], *, max_tokens: int, **options: int) -> None:
+        super().__init__([(row.example,) for row in rows], packed=False, max_tokens=max_tokens, **options)
+        self._rows, self._max_tokens = rows, max_tokens
+        # A prompt with another's answer.
+        self._step = _step_of(min(max_tokens, 2 * max(self._lengths, default=1)))
         if len(rows) < 2:
             raise InvalidRequestError("kto needs at least two rows: each prompt is tried with another row's answer")
 
@@ -128,7 +140,8 @@ class JudgedBatches(UnitBatches):
         numbers = [unit for row in micro for unit in row]
         own = [self._rows[number] for number in numbers]
         # A row that is alone borrows the next one's answer.
-        others = mismatched(own if len(own) > 1 else [*own, self._rows[(numbers[0] + 1) % len(self._rows)]])
+        both = own if len(own) > 1 else [*own, self._rows[(numbers[0] + 1) % len(self._rows)]]
+        others = mismatched(both, self._max_tokens)
         return dataclasses.replace(
             super().batch(micro),
             wanted=mx.array([row.wanted for row in own]),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import InvalidRequestError, TrainingError
+from mlxinfer.formats.files import json_bytes, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,32 +39,44 @@ class JsonLog(Callback):
     """Appends each record as a line. A resumed run first drops what came after its checkpoint."""
 
     def __init__(self, path: Path, resumed_at: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line, record in _lines(path) if record.get("update", 0) <= resumed_at] if resumed_at else []
-        self._file = path.open("w", encoding="utf-8")
-        self._file.write("".join(kept))
-        self._file.flush()
+        kept = [line for line, record in _lines(path) if record["update"] <= resumed_at] if resumed_at else []
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, "".join(f"{line}\n" for line in kept).encode())
+            # Without a buffer nothing is left for closing it, which may come after a full disk.
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def on_record(self, record: Record) -> None:
         # JSON has no infinity, and a perplexity may be one.
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in record.items()}
-        self._file.write(json.dumps(finite, ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = json_bytes(finite) + b"\n"
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, "the line was written in part")
+        except OSError as error:
+            raise self._failed(error) from error
 
     def on_end(self) -> None:
         self._file.close()
+
+    def _failed(self, error: OSError) -> TrainingError:
+        return TrainingError(f"{self._path}: the log cannot be written: {error}. Make room, and resume the run")
 
 
 def _lines(path: Path) -> list[tuple[str, Record]]:
     """The whole lines; a killed run may have left half of one."""
     found: list[tuple[str, Record]] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.splitlines(keepends=True):
+    # Not `splitlines`: a sample may hold other characters that separate lines.
+    for line in text.split("\n"):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("update"), int):
+        if isinstance(record, dict) and isinstance(record.get("update"), int) and isinstance(record.get("kind"), str):
             found.append((line, record))
     return found
 

@@ -63,6 +63,12 @@ def mend(folder: Path) -> None:
             old.rename(folder)
 
 
+def mend_all(folder: Path) -> None:
+    """`mend` for every checkpoint in `folder`."""
+    for old in folder.glob(".old-*"):
+        mend(old.with_name(old.name.removeprefix(".old-")))
+
+
 def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -88,9 +94,10 @@ def save(
         (new / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
     path = folder / f"{PREFIX}{state['update']:08d}"
-    write_folder(path, fill)
+    # First: killed between the two, the run goes on from before and comes to the same best one again.
     if best:
         write_folder(folder / BEST, fill)
+    write_folder(path, fill)
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return path
@@ -108,12 +115,31 @@ def load(path: Path, model: nn.Module, optimizer: optim.Optimizer, fingerprint: 
     if state is None:
         raise ModelFileError(f"{path / 'state.json'} is missing; delete the folder to resume from an earlier one")
     if state.get("fingerprint") != fingerprint:
-        raise ModelFileError(f"{path} is of a run with other options or data; use another folder, or don't resume")
+        raise ModelFileError(
+            f"{path} is of a run with other options, rows or base; use another folder, or don't resume"
+        )
     weights = read_tensors(path / "weights.safetensors")
+    moments = read_tensors(path / "optimizer.safetensors")
+    _check_moments(moments, model, optimizer, str(path / "optimizer.safetensors"))
     load_weights(model, weights, str(path / "weights.safetensors"))
-    optimizer.state = tree_unflatten(list(read_tensors(path / "optimizer.safetensors").items()))
+    optimizer.state = tree_unflatten(list(moments.items()))
     mx.eval(model.trainable_parameters(), optimizer.state)
     return state
+
+
+def _check_moments(moments: Mapping[str, mx.array], model: nn.Module, optimizer: optim.Optimizer, source: str) -> None:
+    """Raises ModelFileError where they aren't the arrays that the optimizer keeps for what is trained."""
+    optimizer.init(model.trainable_parameters())
+    wanted: dict[str, mx.array] = dict(tree_flatten(optimizer.state))
+    wrong = list(wanted.keys() ^ moments.keys())
+    wrong += [
+        name
+        for name, own in wanted.items()
+        if name in moments and (own.shape, own.dtype) != (moments[name].shape, moments[name].dtype)
+    ]
+    if wrong:
+        named = ", ".join(f"{name:.80}" for name in sorted(wrong)[:10])
+        raise ModelFileError(f"{source} is of another optimizer or model: {named} ({len(wrong)} tensors)")
 
 
 def read_tensors(path: Path) -> dict[str, mx.array]:

@@ -81,9 +81,13 @@ class TrainConfig:
                 raise InvalidRequestError(f"{name} is {value}; it is at least 0", param=name)
         if self.max_tokens < 2:
             raise InvalidRequestError(f"max_tokens is {self.max_tokens}; a row needs at least 2", param="max_tokens")
-        for name, limit in (("label_smoothing", 0.5), ("hard_weight", 1.0)):
-            if not 0 <= (value := getattr(self, name)) <= limit:
-                raise InvalidRequestError(f"{name} is {value}; it is 0 to {limit}", param=name)
+        if not 0 <= self.hard_weight <= 1:
+            raise InvalidRequestError(f"hard_weight is {self.hard_weight}; it is 0 to 1", param="hard_weight")
+        if not 0 <= self.label_smoothing < 0.5:
+            message = f"label_smoothing is {self.label_smoothing}; it is at least 0 and below 0.5"
+            raise InvalidRequestError(message, param="label_smoothing")
+        if self.seed >= 1 << 64:
+            raise InvalidRequestError(f"seed is {self.seed}; it is below 2^64", param="seed")
         if self.min_learning_rate > self.learning_rate:
             raise InvalidRequestError("min_learning_rate is above learning_rate", param="min_learning_rate")
         self._check_effects()
@@ -121,7 +125,8 @@ class TrainConfig:
         free |= {"keep_checkpoints", "verify_every"}
         if self.schedule != "constant":
             free -= {"epochs", "updates"}
-        kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
+        # alpha = 16 is 16.0.
+        kept = {n: options_of(TrainConfig)[n].read(v) for n, v in dataclasses.asdict(self).items() if n not in free}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -23,7 +23,7 @@ from mlxinfer.errors import ModelFileError, UnsupportedModelError
 from mlxinfer.formats.gguf import read_gguf
 from mlxinfer.formats.gguf.blocks import float_rows
 from mlxinfer.lora import bases
-from mlxinfer.lora.adapter import MAX_NAMED, misfits
+from mlxinfer.lora.adapter import MAX_NAMED, misfits, not_finite
 from mlxinfer.lora.peft import check_family, rank_axis, uniform
 from mlxinfer.lora.peft_config import PeftConfig
 
@@ -170,6 +170,7 @@ def _read_layers(
         wrong += misfits(
             {f"{path}.{k}": v for k, v in arrays.items()}, {f"{path}.{k}": v for k, v in shapes.items()}, whole=False
         )
+    wrong = wrong or not_finite({f"{path}.{k}": v for path, arrays in found.items() for k, v in arrays.items()})
     if wrong or not found:
         named = "; ".join(wrong[:MAX_NAMED]) or "it holds no tensor"
         raise ModelFileError(f"{file.path} doesn't go with this base, a {bases.model_type_of(model)}: {named}")

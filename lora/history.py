@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.formats.files import replace_file
 from mlxinfer.lora.drawing import COLOURS, drawing
 
 if TYPE_CHECKING:
@@ -68,13 +69,13 @@ class History:
     def write_report(self, path: Path, title: str) -> None:
         """One HTML page without scripts, foreign files or matplotlib. Raises OSError."""
         name = html.escape(title)
-        path.write_text(
+        page = (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
             "<style>body{font:16px sans-serif;max-width:60rem;margin:auto;padding:1rem;color-scheme:light dark}"
             "figure{margin:1rem 0}svg{width:100%;border:1px solid #8888}</style>"
-            f"<h1>{name}</h1>{self._repr_html_()}</html>\n",
-            encoding="utf-8",
+            f"<h1>{name}</h1>{self._repr_html_()}</html>\n"
         )
+        replace_file(path, page.encode("utf-8", "replace"))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.lora import checkpoint, objectives
+from mlxinfer.lora import objectives
 from mlxinfer.lora.base import open_base
 from mlxinfer.lora.config import TrainConfig
 from mlxinfer.lora.data import DataOptions, read_examples
 from mlxinfer.lora.data.files import split_files
 from mlxinfer.lora.options import Options, options_of
+from mlxinfer.lora.runs import check_folder
 from mlxinfer.lora.trainer import train
 
 if TYPE_CHECKING:
@@ -159,9 +160,7 @@ def run(
     """Load the model and train. Raises what `train` raises."""
     plan = opened.plan
     folder = plan.job.folder
-    if checkpoint.checkpoints(folder / checkpoint.FOLDER) and not resume:
-        message = f"{folder} holds the checkpoints of a run: resume it, or use another folder"
-        raise InvalidRequestError(message, param="output")
+    check_folder(folder, resume=resume)
     find = resolve or (lambda name: resolved(name, settings))
     model = opened.base.load(keep_packed=plan.train.method == "qlora")
     teacher = find(plan.job.teacher).load(keep_packed=False) if plan.job.teacher else None

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxinfer import upstream
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 Method = Literal["lora", "qlora", "dora", "rslora", "full"]
 ODD_BITS = (3, 5, 6)
+MAX_SCALE = 3.4e38
+"""What float32 holds."""
 ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 """Parameters of mlx-lm's adapter layers; what they wrap has other names."""
 
@@ -122,16 +125,16 @@ def is_adapted(model: nn.Module) -> bool:
 
 def check_same(model: nn.Module, options: MethodOptions) -> None:
     """Raises InvalidRequestError where the adapters that `model` has aren't those of the options."""
-    for path, module in model.named_modules():
-        if "lora_a" not in module:
-            continue
-        held: Any = module
-        kind = "dora" if "m" in module else "lora"
-        asked = "dora" if options.method == "dora" else "lora"
+    adapted = [path for path, module in model.named_modules() if "lora_a" in module]
+    for path in adapted:
+        held = module_at(model, path)
+        kind = "dora" if "m" in held else "lora"
+        asked = options.method if options.method in ("dora", "full") else "lora"
         for name, own, wanted in (
             ("method", kind, asked),
             ("rank", held.lora_a.shape[-1], options.rank),
             ("scale", held.scale, options.scale),
+            ("dropout", round(1 - held.dropout._p_1, 6), round(options.dropout, 6)),
         ):
             if own != wanted:
                 raise InvalidRequestError(
@@ -139,6 +142,31 @@ def check_same(model: nn.Module, options: MethodOptions) -> None:
                     "on with the same, fuse them, or load the model afresh",
                     param="rank" if name == "scale" else name,
                 )
+    if options.targets or options.num_layers is not None:
+        inner = {f"{path}.{name}" for path in adapted for name in ("linear", "embedding")}
+        plain = [path for path, module in model.named_modules() if adaptable(module) and path not in inner]
+        asked_for = set(select(model, sorted([*adapted, *plain]), options.targets, options.num_layers))
+        if other := asked_for ^ set(adapted):
+            raise InvalidRequestError(
+                f"the model has adapters already, and targets and num_layers name others: {min(other)}. Leave them out "
+                "to train on with what is there, or load the model afresh",
+                param="targets",
+            )
+
+
+def check_magnitudes(model: nn.Module) -> None:
+    """Raises InvalidRequestError where DoRA would divide by the norm of a row that is all zeros."""
+    held: dict[str, Any] = {
+        path: module for path, module in model.named_modules() if "m" in module and "lora_a" in module
+    }
+    empty = {path: (module.m == 0).any() for path, module in held.items()}
+    mx.eval(empty)
+    if found := [path for path, is_empty in empty.items() if is_empty.item()]:
+        raise InvalidRequestError(
+            f"{found[0]} has rows that are all zeros ({len(found)} such layers), without a direction for DoRA to keep: "
+            "use lora, or leave the layer out of targets",
+            param="method",
+        )
 
 
 def module_at(model: nn.Module, path: str) -> Any:

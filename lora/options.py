@@ -6,16 +6,20 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import reprlib
 import tomllib
 import types
 import typing
 from typing import TYPE_CHECKING, Any, Literal
 
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import InvalidRequestError, ModelFileError
+from mlxinfer.formats.files import read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Option:
         elif origin is tuple:
             good, wanted = isinstance(value, tuple) and all(isinstance(one, str) for one in value), "a list of text"
         elif kind is float:
-            good, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+            good, wanted = _is_float(value), "a number"
         elif kind is int:
             good, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
         elif kind is bool:
@@ -56,18 +60,38 @@ class Option:
         else:
             good, wanted = isinstance(value, origin or kind), "a table of names and values"
         if not good:
-            raise InvalidRequestError(f"{self.name} is {value!r:.160}; it is {wanted}", param=self.name)
+            raise InvalidRequestError(f"{self.name} is {shortened(value)}; it is {wanted}", param=self.name)
 
     def read(self, value: Any) -> Any:
-        """A value as files hold it: lists for tuples, one text for a list of one, 1e-4 as YAML 1.1 reads it."""
+        """A value as files hold it: lists for tuples, a text for a list, 1e-4 as YAML 1.1 reads it, 1 for 1.0."""
         if typing.get_origin(self.plain) is tuple:
             return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
-        if self.plain is float and isinstance(value, str):
+        if self.plain is float and isinstance(value, str | int) and not isinstance(value, bool):
             try:
                 return float(value)
-            except ValueError:
+            except (ValueError, OverflowError):
                 return value
         return value
+
+
+def _is_float(value: object) -> bool:
+    """Whether a float holds the number: one of 400 digits is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def shortened(value: object) -> str:
+    """A value for a message, whatever its size."""
+    return _short.repr(value)[:160]
+
+
+_short = reprlib.Repr()
+_short.maxother = _short.maxstring = 160
 
 
 @functools.cache
@@ -125,15 +149,19 @@ def naming(source: str) -> Iterator[None]:
 
 def read_file(path: Path) -> dict[str, Any]:
     """The values of a .toml, .yaml or .yml file. Raises InvalidRequestError."""
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise InvalidRequestError(f"{path}: a config ends in .toml, .yaml or .yml", param="config")
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            values: Any = tomllib.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            values = _yaml(text, path)
-        else:
-            raise InvalidRequestError(f"{path}: a config ends in .toml, .yaml or .yml", param="config")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        data = read_regular(path, MAX_CONFIG_BYTES)
+        if data is None:
+            raise InvalidRequestError(f"{path}: no such file", param="config")
+        values: Any = tomllib.loads(data.decode()) if path.suffix == ".toml" else _yaml(data.decode(), path)
+    except ModelFileError as error:
+        raise InvalidRequestError(str(error), param="config") from error
+    except InvalidRequestError:
+        raise
+    # Not only the parsers' own errors: a month of 13, a number of 5,000 digits, lists in lists in lists.
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{path}: {error}", param="config") from error
     if not isinstance(values, dict):
         raise InvalidRequestError(f"{path}: options and their values are expected", param="config")
@@ -146,7 +174,16 @@ def _yaml(text: str, path: Path) -> object:
     except ImportError as error:
         message = f"{path}: YAML needs PyYAML: pip install 'mlxinfer[train]', or write the config as .toml"
         raise InvalidRequestError(message, param="config") from error
+
+    class Loader(yaml.SafeLoader):
+        """Without aliases: a few of them, one inside another, stand for more than memory holds."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 1}: aliases aren't read")
+            return super().compose_node(parent, index)
+
     try:
-        return {} if (read := yaml.safe_load(text)) is None else read
+        return {} if (read := yaml.load(text, Loader)) is None else read
     except yaml.YAMLError as error:
         raise InvalidRequestError(f"{path}: {error}", param="config") from error

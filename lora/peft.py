@@ -17,7 +17,7 @@ from mlxinfer.convert.card import CARD
 from mlxinfer.convert.export.names import FAMILIES, expert_name
 from mlxinfer.errors import ModelFileError, UnsupportedModelError
 from mlxinfer.lora import bases
-from mlxinfer.lora.adapter import FLOATS, MAX_NAMED, Adapter
+from mlxinfer.lora.adapter import FLOATS, MAX_NAMED, Adapter, not_finite
 from mlxinfer.lora.checkpoint import read_tensors
 from mlxinfer.lora.methods import MethodOptions
 from mlxinfer.lora.peft_config import CONFIG, config_text, read_config
@@ -70,6 +70,7 @@ def read_peft(folder: Path, model: nn.Module) -> Adapter:
             wrong += problems
         else:
             found[name] = _as_mlx(held, layers[name])
+    wrong = wrong or not_finite(tensors)
     if wrong:
         named = "; ".join(wrong[:MAX_NAMED]) + (
             f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
@@ -155,6 +156,8 @@ def _problems(path: str, held: _Parts, layer: nn.Module, config: PeftConfig) -> 
     first, last = (rows, columns) if kind == "Embedding" else (columns, rows)
     ranks = {tensor.shape[0] for (_, part), tensor in held.items() if part == "lora_A" and tensor.ndim == 2}
     rank = min(ranks, default=config.rank)
+    if config.one_rank and rank != config.rank:
+        yield f"{path}.lora_A is of rank {rank}; adapter_config.json has r {config.rank} and no rank_pattern"
     wanted = {"lora_A": (rank, first), "lora_B": (last, rank)} | (
         {"lora_magnitude_vector": (rows,)} if config.dora else {}
     )
@@ -298,7 +301,9 @@ def _own_of(adapter: Adapter, path: str, layer: nn.Module) -> tuple[int, float] 
     if not isinstance(found, list) or len(found) != 2 or bases.kind_of(layer) == "SwitchLinear":
         return None
     rank, scale = found
-    if type(rank) is not int or not 1 <= rank <= adapter.options.rank or not isinstance(scale, float) or scale <= 0:
+    if type(rank) is not int or not 1 <= rank <= adapter.options.rank or not isinstance(scale, float):
+        return None
+    if not 0 < scale < math.inf:
         return None
     for leaf in ("lora_a", "lora_b"):
         array, axis = adapter.weights[f"{path}.{leaf}"], rank_axis(layer, leaf)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxinfer.errors import ModelFileError, UnsupportedModelError
 from mlxinfer.formats.files import read_json_object
+from mlxinfer.lora.methods import MAX_SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,6 +69,8 @@ class PeftConfig:
     dropout: float
     alphas: Mapping[str, float]
     """alpha_pattern: the end of a path, or with ^ a whole one, to the alpha there."""
+    one_rank: bool = False
+    """There is no rank_pattern: `rank` is every layer's."""
 
     def alpha_of(self, path: str) -> float:
         """As PEFT finds it: the first pattern that fits."""
@@ -107,23 +110,32 @@ def read_config(folder: Path) -> PeftConfig:
     return PeftConfig(
         rank,
         _number(path, "lora_alpha", config.get("lora_alpha", 8)),
-        config.get("use_rslora") is True,
-        config.get("use_dora") is True,
+        _flag(path, "use_rslora", config.get("use_rslora")),
+        _flag(path, "use_dora", config.get("use_dora")),
         _number(path, "lora_dropout", config.get("lora_dropout", 0.0), 1.0),
         {pattern: _number(path, f"alpha_pattern.{pattern:.80}", alpha) for pattern, alpha in patterns.items()},
+        one_rank=not config.get("rank_pattern"),
     )
 
 
-def _number(path: Path, name: str, value: object, limit: float = math.inf) -> float:
+def _number(path: Path, name: str, value: object, limit: float = MAX_SCALE) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < limit:
-        raise ModelFileError(f"{path}: {name} is {value!r:.40}; a number from 0 and below {limit} is expected")
+        raise ModelFileError(f"{path}: {name} is {value!r:.40}; a number from 0 and below {limit:g} is expected")
     return float(value)
+
+
+def _flag(path: Path, name: str, value: object) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ModelFileError(f"{path}: {name} is {value!r:.40}; true or false is expected")
+    return value is True
 
 
 def _check_the_rest(path: Path, config: Mapping[str, Any]) -> None:
     if (bias := config.get("bias", "none")) != "none":
         raise UnsupportedModelError(f"{path}: bias is {bias!r:.40}; mlx-lm's adapters have no biases")
     begun = config.get("init_lora_weights")
+    if begun is not None and not isinstance(begun, bool | str):
+        raise ModelFileError(f"{path}: init_lora_weights is {begun!r:.40}; a name, true or false is expected")
     if isinstance(begun, str) and begun.lower().startswith(BEGUN_FROM_THE_BASE):
         raise UnsupportedModelError(
             f"{path}: init_lora_weights is {begun!r:.40}, which changes the base's own weights; save the adapter for "

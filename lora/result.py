@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from mlx.utils import tree_flatten
 
-from mlxinfer.formats.files import replace_file
+from mlxinfer.errors import TrainingError
+from mlxinfer.formats.files import read_json_object, replace_file
 from mlxinfer.lora import checkpoint
 from mlxinfer.lora.adapter import save_adapter
 from mlxinfer.lora.card import adapter_card
+from mlxinfer.lora.runs import CARD, REPORT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,14 +32,31 @@ def write_result(
     """The adapter is the best one where rows were held out, else the last; `model` keeps the last."""
     last: dict[str, mx.array] = dict(tree_flatten(model.trainable_parameters()))
     best = folder / checkpoint.FOLDER / checkpoint.BEST
-    if state.best_loss is not None and best.is_dir() and state.best_update != state.update:
-        checkpoint.load_weights(model, checkpoint.read_tensors(best / "weights.safetensors"), str(best))
+    if state.best_loss is not None and state.best_update != state.update:
+        if _is_best(best, state):
+            checkpoint.load_weights(model, checkpoint.read_tensors(best / "weights.safetensors"), str(best))
+        else:
+            # Said where it is read: the adapter is the last one, and no figure of another is beside it.
+            state = dataclasses.replace(state, best_loss=None, best_update=0)
     told = {"updates": state.update, "best_update": state.best_update or None}
     ours = {**extra.get("mlxinfer", {}), **told}
-    save_adapter(folder, model, config.method_options, {**extra, "mlxinfer": ours})
-    replace_file(folder / "README.md", _card(folder, model, config, state, history, extra).encode())
-    model.load_weights(list(last.items()), strict=False)
-    history.write_report(folder / "report.html", f"Training of {folder.name}")
+    try:
+        save_adapter(folder, model, config.method_options, {**extra, "mlxinfer": ours})
+        replace_file(folder / CARD, _card(folder, model, config, state, history, extra).encode())
+        history.write_report(folder / REPORT, f"Training of {folder.name}")
+    except OSError as error:
+        message = (
+            f"{folder}: the result cannot be written: {error}. The checkpoint is kept: make room, and resume the run"
+        )
+        raise TrainingError(message) from error
+    finally:
+        model.load_weights(list(last.items()), strict=False)
+
+
+def _is_best(best: Path, state: State) -> bool:
+    """Whether the folder holds what the state calls its best; not where someone has deleted or replaced it."""
+    held = read_json_object(best / "state.json") or {}
+    return held.get("update") == state.best_update and held.get("fingerprint") == state.fingerprint
 
 
 def _card(

@@ -15,27 +15,28 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxinfer import runtime
 from mlxinfer.errors import InvalidRequestError, TrainingError
-from mlxinfer.lora import checkpoint, methods, objectives
+from mlxinfer.lora import checkpoint, methods, objectives, runs
 from mlxinfer.lora.callbacks import Callback, JsonLog, Record, read_log
+from mlxinfer.lora.config import TrainConfig
 from mlxinfer.lora.evaluate import evaluate, sample
 from mlxinfer.lora.gradients import Gradients, is_number
 from mlxinfer.lora.history import History
 from mlxinfer.lora.interrupt import Interrupt
 from mlxinfer.lora.optimizers import build_optimizer, clip, global_norm
+from mlxinfer.lora.options import options_of
 from mlxinfer.lora.parallel import Ranks
 from mlxinfer.lora.recompute import recomputed
 from mlxinfer.lora.result import write_result
 from mlxinfer.lora.schedules import learning_rate
-from mlxinfer.lora.state import State, fingerprint_of, seed_of
+from mlxinfer.lora.state import State, digest_of_rows, fingerprint_of, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import mlx.nn as nn
 
     from mlxinfer.lora.batches import Batches, Micro
-    from mlxinfer.lora.config import TrainConfig
     from mlxinfer.lora.types import Loss
     from mlxinfer.tokenizer import Tokenizer
 
@@ -87,9 +88,12 @@ def train(
     run = _Run(model, tokenizer, config, Ranks(group), folder)
     run.extra = dict(extra or {})
     run.prepare(train.items, valid.items if valid else None, model_config or {}, loss, teacher)
-    if folder is not None:
-        run.restore(folder / checkpoint.FOLDER, resume=resume)
-    return run.go(callbacks)
+    if folder is None:
+        return run.go(callbacks)
+    runs.check_folder(folder, resume=resume, param="folder")
+    with contextlib.nullcontext() if run.ranks.rank else runs.alone(folder):
+        run.restore(folder / checkpoint.FOLDER)
+        return run.go(callbacks)
 
 
 def _check_effects(
@@ -102,11 +106,17 @@ def _check_effects(
         ("sample_prompts", valid is not None, missing),
         ("sample_prompts", tokenizer is not None, "a tokenizer"),
         ("save_every", folder is not None, "a folder"),
+        ("keep_checkpoints", folder is not None, "a folder"),
     ):
-        if not here and getattr(config, name) not in (None, ()):
+        if not here and getattr(config, name) != options_of(TrainConfig)[name].default:
             raise InvalidRequestError(f"{name} has no effect without {what}", param=name)
     if folder is None and resume:
         raise InvalidRequestError("resume needs a folder", param="folder")
+    for prompt in config.sample_prompts:
+        if tokenizer is not None and not tokenizer.encode(prompt):
+            raise InvalidRequestError(
+                f"sample_prompts: {prompt!r:.80} has no token to continue", param="sample_prompts"
+            )
 
 
 class _Run:
@@ -128,6 +138,7 @@ class _Run:
         self.extra: dict[str, Any] = {}
         self.optimizer = build_optimizer(config)
         self.interrupt = Interrupt()
+        self.held_out = ""
         self.saved = -1
         self._total = 0
 
@@ -146,30 +157,31 @@ class _Run:
             methods.check_same(self.model, config.method_options)
         else:
             methods.apply(self.model, config.method_options)
+            methods.check_magnitudes(self.model)
         packed = objectives.is_packed(config, self.model, facts, items)
         self.loss = loss or objectives.build_loss(config, teacher)
         self.batches = objectives.batches_of(items, config, packed=packed)
         if valid is not None:
             self.valid = objectives.batches_of(valid, config, packed=packed)
+            self.held_out = digest_of_rows(valid, objectives.units_of(valid))
         units = objectives.units_of(items)
-        self.state = State(fingerprint_of(config, items, units, self.ranks.size, packed=packed))
+        size = self.ranks.size
+        self.state = State(fingerprint_of(config, items, units, size, self.model, teacher, packed=packed))
+        self.state.held_out = self.held_out
         self.gradients = Gradients(self.model, self.loss, self.batches, self.ranks, self.interrupt)
         self._total = self._total_updates()
         self.history.facts = {"packed": packed, "rows": len(items), "updates": self._total}
 
-    def restore(self, folder: Path, *, resume: bool) -> None:
-        """Put the last checkpoint back when the run is resumed."""
-        checkpoint.mend(folder / checkpoint.BEST)
+    def restore(self, folder: Path) -> None:
+        """Put the last checkpoint back, if there is one."""
+        checkpoint.mend_all(folder)
         found = checkpoint.checkpoints(folder)
-        if found and not resume:
-            message = f"{folder} holds the checkpoints of a run: resume it, or use another folder"
-            raise InvalidRequestError(message, param="folder")
         if not found:
             return
         held = checkpoint.load(found[-1], self.model, self.optimizer, self.state.fingerprint)
-        self.state = State.restored(held)
+        self.state = State.restored(held, str(found[-1])).with_held_out(self.held_out)
         self.saved = self.state.update
-        past = read_log(folder.parent / "log.jsonl")
+        past = read_log(folder.parent / runs.LOG)
         self.history.records = [r for r in past if r["update"] <= self.state.update]
         self.history.best_loss = self.state.best_loss
 
@@ -184,7 +196,7 @@ class _Run:
     def go(self, callbacks: Sequence[Callback]) -> History:
         """Train to the end; what is broken off leaves a checkpoint of its last update."""
         if self.ranks.rank == 0:
-            log = [JsonLog(self.folder / "log.jsonl", self.state.update)] if self.folder else []
+            log = [JsonLog(self.folder / runs.LOG, self.state.update)] if self.folder else []
             self.callbacks = [*log, *callbacks]
         self._tell("on_begin", self._total, dataclasses.asdict(self.config))
         self.ranks.check_equal(self._weights(), self.state.update)
@@ -203,6 +215,12 @@ class _Run:
 
     def _updates(self) -> None:
         state = self.state
+        if self._is_early():
+            self.history.stopped_early = True
+            return
+        # Broken off in the evaluation after its last update.
+        if state.update and state.evaluated != state.update and self._is_evaluated() and self._between():
+            return
         while state.update < self._total:
             plan = self.batches.plan(state.epoch, self.ranks.rank, self.ranks.size)
             for update in plan[state.position :]:
@@ -216,7 +234,8 @@ class _Run:
         state, config = self.state, self.config
         began = time.perf_counter()
         mx.random.seed(seed_of(config.seed, state.update, self.ranks.rank))
-        sums = self.gradients.sums(update)
+        with self._keeping():
+            sums = self.gradients.sums(update)
         if sums.interrupted:
             self._break_off()
         if not sums.count:
@@ -272,10 +291,10 @@ class _Run:
         state, config = self.state, self.config
         last = state.update >= self._total
         better = False
-        if self.valid is not None and (last or (config.eval_every and state.update % config.eval_every == 0)):
-            better = self._evaluate(self.valid)
-        patience = config.patience
-        early = patience is not None and state.evaluations_since_best >= patience
+        if self.valid is not None and self._is_evaluated():
+            with self._keeping():
+                better = self._evaluate(self.valid)
+        early = self._is_early()
         self.history.stopped_early = early and not last
         if self.ranks.size > 1 and (last or state.update % config.verify_every == 0):
             self.ranks.check_equal(self._weights(), state.update)
@@ -284,6 +303,22 @@ class _Run:
             self._save(best=better)
         return last or early
 
+    def _is_evaluated(self) -> bool:
+        """Whether the last update is one after which held-out rows are looked at."""
+        every, update = self.config.eval_every, self.state.update
+        return self.valid is not None and (update >= self._total or (every is not None and update % every == 0))
+
+    def _is_early(self) -> bool:
+        return self.config.patience is not None and self.state.evaluations_since_best >= self.config.patience
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """What fails inside, where nothing of the run changes, leaves a checkpoint."""
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._save)
+            yield
+            failed.pop_all()
+
     def _evaluate(self, valid: Batches) -> bool:
         alone = self.ranks.size == 1
         found = evaluate(self.model, valid, self.loss, self.ranks, lambda: alone and self.interrupt.asked)
@@ -291,6 +326,7 @@ class _Run:
             self._break_off()
             return False
         state = self.state
+        state.evaluated = state.update
         better = state.best_loss is None or found.loss < state.best_loss
         if better:
             state.best_loss, state.best_update, state.evaluations_since_best = found.loss, state.update, 0
@@ -301,7 +337,8 @@ class _Run:
         self._record("evaluation", loss=found.loss, **imitates, targets=found.num_targets)
         for prompt in self.config.sample_prompts if self.tokenizer else ():
             assert self.tokenizer is not None
-            text = sample(self.model, self.tokenizer, prompt, self.config.sample_tokens)
+            stops = list(self.tokenizer.eos_token_ids)
+            text = sample(self.model, self.tokenizer, prompt, self.config.sample_tokens, stops)
             self._record("sample", prompt=prompt, text=text)
         return better
 
@@ -320,7 +357,8 @@ class _Run:
     def _record(self, kind: str, **values: Any) -> None:
         record: Record = {"kind": kind, "update": self.state.update, **values}
         self.history.records.append(record)
-        self._tell("on_record", record)
+        with self._keeping():
+            self._tell("on_record", record)
 
     def _tell(self, event: str, *what: Any) -> None:
         for callback in self.callbacks:

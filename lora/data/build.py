@@ -46,7 +46,7 @@ def read_examples(
 def _records(sources: Sequence[str | Path], split: str) -> Iterator[Record]:
     for source in sources:
         path = Path(source)
-        if path.is_dir():
+        if _is_folder(path):
             files = split_files(path, split)
             if not files:
                 raise InvalidRequestError(
@@ -60,6 +60,15 @@ def _records(sources: Sequence[str | Path], split: str) -> Iterator[Record]:
             yield from hub_records(source, split)
         else:
             yield from read_records(path)
+
+
+def _is_folder(path: Path) -> bool:
+    """Raises InvalidRequestError for a name that no file can have."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        name = f"{path!s:.160}"
+        raise InvalidRequestError(f"{name}: cannot be read: {error.strerror}", param="data") from error
 
 
 class _Builder:
@@ -95,6 +104,12 @@ class _Builder:
                 f"{record.where}: this is a {row.kind} row and {self._kind[1]} is a {self._kind[0]} one; rows of "
                 "different losses cannot be trained together, so put them into different files",
                 param="data",
+            )
+        if row.kind != "sft" and self._options.supervise != "assistant":
+            raise InvalidRequestError(
+                f"{record.where}: supervise is {self._options.supervise!r}, and of a {row.kind} row the last answer is "
+                "what is learnt; leave supervise out",
+                param="supervise",
             )
         try:
             self._build(row, record.where)

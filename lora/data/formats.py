@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+MAX_MESSAGES = 1000
+"""Of a row: the chat is rendered once for each answer, a quarter of a minute for so many."""
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -133,6 +135,8 @@ def _messages(value: Any, key: str = "messages") -> list[Message]:
     value = _decoded(value)
     if not isinstance(value, list) or not value:
         raise RowError(f"{key!r} is {value!r:.80}; it must be a list of at least one message")
+    if len(value) > MAX_MESSAGES:
+        raise RowError(f"{key!r} has {len(value):,} messages; at most {MAX_MESSAGES:,}: cut the row into several")
     return [_message(item, f"{key}[{index}]") for index, item in enumerate(value)]
 
 
@@ -140,7 +144,7 @@ def _message(item: Any, name: str) -> Message:
     if not isinstance(item, Mapping):
         raise RowError(f"{name} is {item!r:.80}; a message is an object with 'role' and 'content'")
     role = item.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise RowError(f"{name}.role is {role!r:.40}; it is one of {', '.join(sorted(ROLES))}")
     message: Message = {k: v for k, v in item.items() if v is not None and k not in _REASONING}
     message["content"] = _content(item.get("content"), name)
@@ -203,9 +207,13 @@ def _tools(value: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 def _sharegpt(value: Any) -> list[Message]:
     """{"from": "human", "value": …} messages, an older habit."""
     value = _decoded(value)
-    if isinstance(value, list) and all(isinstance(m, Mapping) and m.get("from") in _SHAREGPT for m in value):
+    if isinstance(value, list) and all(isinstance(m, Mapping) and _speaker(m) in _SHAREGPT for m in value):
         value = [{"role": _SHAREGPT[m["from"]], "content": m.get("value")} for m in value]
     return _messages(value, "conversations")
+
+
+def _speaker(message: Mapping[str, Any]) -> str:
+    return found if isinstance(found := message.get("from"), str) else ""
 
 
 def _label(label: Any) -> bool:

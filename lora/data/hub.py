@@ -14,7 +14,8 @@ from mlxinfer.lora.data.files import SUFFIXES, Record, read_records
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?")
+_PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
+_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?::(?P<config>[\w.-]+))?", re.ASCII)
 _ALIASES = {"valid": ("validation", "valid", "dev"), "train": ("train",), "test": ("test",)}
 
 
@@ -68,6 +69,10 @@ def _download(source: str, repo: str, config: str | None, split: str) -> list[Pa
                 param="data",
             )
         return [Path(hf_hub_download(repo, name, repo_type="dataset")) for name in names]
+    except errors.HFValidationError as error:
+        raise InvalidRequestError(
+            f"{source} is neither a file here nor a name on the hub: {error}", param="data"
+        ) from error
     except errors.GatedRepoError as error:
         raise GatedModelError(f"the data set {source} wants its licence accepted, or a token, first") from error
     except errors.RepositoryNotFoundError as error:

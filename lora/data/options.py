@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping  # noqa: TC003 (the options' types are read when the program runs)
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ Overlong = Literal["cut", "drop", "error"]
 BadRow = Literal["error", "drop"]
 CompletionStyle = Literal["auto", "chat", "text"]
 Kind = Literal["sft", "preference", "judged"]
+RESERVED = ("self", "messages", "tools", "add_generation_prompt")
+"""What a chat template is given anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,16 @@ class DataOptions:
             option.check(getattr(self, name))
         if self.max_tokens < 2:
             raise InvalidRequestError(f"max_tokens is {self.max_tokens}; a row needs at least 2", param="max_tokens")
+        for name in self.template_kwargs:
+            if not isinstance(name, str) or name in RESERVED:
+                message = f"template_kwargs has {name!r:.80}; names are text, and none of {', '.join(RESERVED)}"
+                raise InvalidRequestError(message, param="template_kwargs")
+        try:
+            # They are written into the adapter's config when all is done.
+            json.dumps(dict(self.template_kwargs))
+        except (TypeError, ValueError, RecursionError) as error:
+            message = f"template_kwargs holds what JSON doesn't: {error}"
+            raise InvalidRequestError(message, param="template_kwargs") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from mlxinfer.lora.types import Judged
 
 
-def mismatched(judged: Sequence[Judged]) -> list[Example]:
+def mismatched(judged: Sequence[Judged], max_tokens: int | None = None) -> list[Example]:
     """Each prompt with the next row's answer, the last with the first's: what KTO measures its baseline on.
 
-    A prompt ends where supervision begins. Raises InvalidRequestError for fewer than two rows, and for one of which
-    nothing is supervised.
+    A prompt ends where supervision begins; what is made is cut to `max_tokens`, as rows are. Raises InvalidRequestError
+    for fewer than two rows, and for one of which nothing is supervised.
     """
     if len(judged) < 2:
         raise InvalidRequestError(f"KTO needs at least two rows in a micro-batch to mismatch; it has {len(judged)}")
@@ -28,8 +28,8 @@ def mismatched(judged: Sequence[Judged]) -> list[Example]:
         prompt, other = row.example, judged[j].example
         made.append(
             Example(
-                token_ids=prompt.token_ids[: cuts[i]] + other.token_ids[cuts[j] :],
-                supervised=(False,) * cuts[i] + other.supervised[cuts[j] :],
+                token_ids=(prompt.token_ids[: cuts[i]] + other.token_ids[cuts[j] :])[:max_tokens],
+                supervised=((False,) * cuts[i] + other.supervised[cuts[j] :])[:max_tokens],
                 where=prompt.where,
             )
         )

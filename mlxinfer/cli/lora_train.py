@@ -58,6 +58,8 @@ def train(
     first = group is None or group.rank() == 0
     if first:
         training.say_rows(opened.datasets)
+        if plan.job.valid_fraction and opened.valid is not None:
+            output.say(f"Held out: {len(opened.valid.items):,} of these rows, to evaluate on", dim=True)
     told = [training.shown(), *_reporters(tensorboard, wandb)] if first else []
     try:
         history = job.run(opened, settings, resume=resume, group=group, callbacks=told, resolve=find)
@@ -91,6 +93,8 @@ def _say(opened: Opened, history: History, *, as_json: bool) -> None:
                     {"rows": d.rows, "trained": d.trained, "truncated": d.truncated, "dropped": len(d.dropped)}
                     for d in opened.datasets
                 ],
+                "trained_rows": len(opened.rows.items),
+                "held_out_rows": len(opened.valid.items) if opened.valid else 0,
                 "packed": history.facts["packed"],
                 "digest": history.digest,
             }

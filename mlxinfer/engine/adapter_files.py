@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -25,6 +24,8 @@ WEIGHTS = "adapters.safetensors"
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}", re.ASCII)
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 1 << 16
+MAX_SCALE = 3.4e38
+"""What float32 holds; an integer of the config may have hundreds of digits."""
 MAX_KEYS = 10_000
 FLOATS = frozenset({"F16", "BF16", "F32"})
 _CHUNK = 1 << 20
@@ -132,7 +133,7 @@ def _parameters(path: Path, config: Mapping[str, Any]) -> tuple[int, float, tupl
     rank, scale, keys = given.get("rank"), given.get("scale"), given.get("keys")
     if not _is_int(rank) or not 1 <= rank <= MAX_RANK:
         raise ModelFileError(f"{path}: lora_parameters.rank is {rank!r:.80}; it must be between 1 and {MAX_RANK}")
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) < MAX_SCALE:
         hint = " (mlx-lm's scale is what others call alpha / rank)" if "alpha" in given else ""
         raise ModelFileError(f"{path}: lora_parameters.scale is {scale!r:.80}; a number is expected{hint}")
     if keys is None:

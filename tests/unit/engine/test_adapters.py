@@ -220,6 +220,7 @@ def test_an_adapter_for_another_model_is_refused_and_the_model_goes_on(tmp_path,
         ({"lora_parameters": {"rank": 1 << 40, "scale": 1.0}}, ModelFileError, "rank"),
         ({"lora_parameters": {"rank": 4, "alpha": 8}}, ModelFileError, "alpha / rank"),
         ({"lora_parameters": {"rank": 4, "scale": float("nan")}}, ModelFileError, "scale"),
+        ({"lora_parameters": {"rank": 4, "scale": 10**400}}, ModelFileError, "scale"),
         ({"lora_parameters": {"rank": 4, "scale": 1.0, "keys": "q_proj"}}, ModelFileError, "keys"),
     ],
 )

@@ -59,5 +59,5 @@ def test_a_checkpoint_of_other_rows_or_options_is_refused(tmp_path: Path) -> Non
         (rows(4), TrainConfig(updates=2, learning_rate=1e-3)),
     ]
     for data, other in changed:
-        with pytest.raises(ModelFileError, match="other options or data"):
+        with pytest.raises(ModelFileError, match="other options, rows or base"):
             train(model(), None, data, None, other, folder=tmp_path, resume=True)

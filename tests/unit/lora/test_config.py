@@ -43,7 +43,7 @@ def test_toml_yaml_and_python_give_the_same_config(tmp_path: Path) -> None:
         ({"sample_tokens": 3}, "sample_tokens has no effect with no sample_prompts"),
         ({"beta": 0.2}, "beta has no effect with loss sft"),
         ({"loss": "dpo", "margin": 2}, "margin has no effect with loss dpo"),
-        ({"loss": "dpo", "label_smoothing": 0.7}, "label_smoothing is 0.7; it is 0 to 0.5"),
+        ({"loss": "dpo", "label_smoothing": 0.7}, "label_smoothing is 0.7; it is at least 0 and below 0.5"),
         ({"loss": "kto", "method": "full"}, "kto compares with the model whose adapters are off"),
         ({"teacher": "t"}, "teacher has no effect with loss sft"),
         ({"supervise": "user"}, "supervise is 'user'; it is one of assistant, last, all"),
@@ -81,3 +81,14 @@ def test_the_rate_rises_then_falls_by_update() -> None:
     assert rates("constant") == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
     assert rates("linear") == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25])
     assert rates("cosine") == pytest.approx([1 / 3, 2 / 3, 1, 0.8535533906, 0.5, 0.1464466094])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_decay_falls_from_the_peak_towards_its_floor(schedule: Any) -> None:
+    def at(update: int) -> float:
+        return learning_rate(update, peak=1.0, schedule=schedule, total=10, warmup=2, floor=0.2)
+
+    assert at(2) == 1.0
+    assert at(6) == pytest.approx(0.6)
+    assert at(10) == pytest.approx(0.2)
+    assert at(99) == pytest.approx(0.2)

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.lora import TrainConfig, train
-from mlxinfer.lora.batches import UnitBatches
-from mlxinfer.lora.types import Example
+from mlxinfer.lora.batches import JudgedBatches, UnitBatches
+from mlxinfer.lora.types import Example, Judged
 from tests.unit.lora.rows import model, rows
 from tests.unit.lora.test_trainer import weights
 
@@ -88,11 +88,36 @@ def test_a_batch_is_hardly_wider_than_its_rows_and_has_one_of_few_widths(limit: 
     lengths = np.random.default_rng(seed).integers(2, limit + 1, 6).tolist()
     units = [(Example((1,) * length, (False,) + (True,) * (length - 1), "r"),) for length in lengths]
     batches = UnitBatches(units, micro_batch_size=2, steps=1, seed=seed, max_tokens=limit, packed=packed)
-    step = 32 * -(-limit // 2048)
+    widest = min(limit, sum(lengths)) if packed else max(lengths)
+    step = 32 * -(-widest // 2048)
     for update in batches.plan(0, 0, 1):
         for micro in update:
             width = batches.batch(micro).inputs.shape[1]
             longest = max(sum(lengths[unit] for unit in row) for row in micro)
             assert longest <= width < longest + step
             assert width % step == 0
-    assert -(-limit // step) <= 64
+    assert -(-widest // step) <= 64
+
+
+def test_judged_rows_keep_their_labels_and_one_alone_borrows_the_next_ones_answer() -> None:
+    made = [
+        Judged(Example((number, 10 + number, 20 + number), (False, False, True), f"r:{number}"), wanted=number != 1)
+        for number in range(3)
+    ]
+    batches = JudgedBatches(made, micro_batch_size=2, steps=1, seed=0, max_tokens=8)
+    held = batches.batch(((2,), (1,), (0,)))
+    assert held.wanted is not None
+    assert held.wanted.tolist() == [True, False, True]
+    assert np.array(held.inputs)[:, 0].tolist() == [2, 1, 0]
+    for number, answer in ((0, 21), (1, 22), (2, 20)):
+        alone = batches.batch(((number,),)).mismatched
+        assert alone is not None
+        assert np.array(alone.inputs)[0, :3].tolist() == [number, 10 + number, answer]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_another_epoch_has_another_order(packed: bool) -> None:
+    units = [(Example((1,) * 8, (False,) + (True,) * 7, "r"),) for _ in range(12)]
+    batches = UnitBatches(units, micro_batch_size=2, steps=1, seed=5, max_tokens=64, packed=packed)
+    first, again, second = (batches.plan(epoch, 0, 1) for epoch in (0, 0, 1))
+    assert first == again != second

@@ -231,6 +231,14 @@ def test_a_model_with_adapters_is_trained_on_with_the_same_options_only() -> Non
         train(net, None, rows(4), None, TrainConfig(updates=1, rank=4, alpha=8.0))
     with pytest.raises(InvalidRequestError, match="with method lora on"):
         train(net, None, rows(4), None, TrainConfig(updates=1, method="dora"))
+    with pytest.raises(InvalidRequestError, match=r"with method lora on .*and full was asked for"):
+        train(net, None, rows(4), None, TrainConfig(updates=1, method="full"))
+    with pytest.raises(InvalidRequestError, match=r"with dropout 0\.0 on .*and 0\.1 was asked for"):
+        train(net, None, rows(4), None, TrainConfig(updates=1, dropout=0.1))
+    for other in (TrainConfig(updates=1, targets=("q_proj",)), TrainConfig(updates=1, num_layers=1)):
+        with pytest.raises(InvalidRequestError, match="targets and num_layers name others: model"):
+            train(net, None, rows(4), None, other)
+    train(net, None, rows(4), None, TrainConfig(updates=1, targets=("*_proj",), num_layers=2))
 
 
 def test_packed_rows_train_to_the_same_curve_as_rows_of_their_own() -> None:

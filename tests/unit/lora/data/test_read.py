@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tokenizers
 
 from mlxinfer.errors import InvalidRequestError, OfflineError
 from mlxinfer.lora.data import DataOptions, read_examples
@@ -203,9 +204,10 @@ def test_a_pair_is_truncated_when_one_of_its_answers_is(tmp_path: Path, tokenize
         tmp_path,
         {"prompt": "a", "chosen": "xyz " * 60, "rejected": "b"},
         {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": "xyz " * 60},
     )
     dataset = read_examples(path, tokenizer, DataOptions(max_tokens=40))
-    assert (dataset.rows, dataset.trained, dataset.truncated) == (2, 1, 1)
+    assert (dataset.rows, dataset.trained, dataset.truncated) == (3, 1, 2)
     assert isinstance(dataset.items[0], Pair)
     assert (dataset.items[0].chosen.truncated, dataset.items[0].rejected.truncated) == (True, False)
 
@@ -414,3 +416,35 @@ def test_an_option_that_is_none_of_the_choices_is_refused(bad: dict[str, Any]) -
     with pytest.raises(InvalidRequestError) as caught:
         DataOptions(**bad)
     assert caught.value.param == next(iter(bad))
+
+
+def test_of_several_turns_the_last_is_learnt_where_that_is_asked_and_in_preferences(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    turns = [*CHAT["messages"], {"role": "user", "content": "and"}]
+    last = [*turns, {"role": "assistant", "content": "bye"}]
+    path = _write(tmp_path, {"messages": last})
+    every = read_examples(path, tokenizer).items[0]
+    assert _learnt(tokenizer, every) == "hello<|im_end|>bye<|im_end|>"
+    one = read_examples(path, tokenizer, DataOptions(supervise="last")).items[0]
+    assert _learnt(tokenizer, one) == "bye<|im_end|>"
+    other = [*turns, {"role": "assistant", "content": "no"}]
+    pair = read_examples(_write(tmp_path, {"chosen": last, "rejected": other}), tokenizer).items[0]
+    assert isinstance(pair, Pair)
+    assert [_learnt(tokenizer, side) for side in (pair.chosen, pair.rejected)] == ["bye<|im_end|>", "no<|im_end|>"]
+    judged = read_examples(_write(tmp_path, {"completion": last, "label": True}), tokenizer).items[0]
+    assert isinstance(judged, Judged)
+    assert _learnt(tokenizer, judged.example) == "bye<|im_end|>"
+
+
+def test_a_closing_token_that_the_tokenizer_adds_is_learnt_once(tmp_path: Path) -> None:
+    backend = build_tokenizer()
+    closing = ("<|im_end|>", backend.token_to_id("<|im_end|>"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {closing[0]}", special_tokens=[closing]
+    )
+    own = Tokenizer.from_parts(tokenizer_json=json.loads(backend.to_str()), eos_token=closing[0])
+    item = read_examples(_write(tmp_path, {"text": "the fox"}), own).items[0]
+    assert isinstance(item, Example)
+    assert item.token_ids[-1] == closing[1] != item.token_ids[-2]
+    assert item.supervised == (False, *[True] * (len(item.token_ids) - 1))

@@ -143,3 +143,41 @@ def test_method_and_alpha_come_back_and_an_edited_scale_goes_before_them(tmp_pat
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     found = read_adapter(tmp_path, model()).options
     assert (found.method, found.scale) == ("lora", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("scale", 10**400, "scale is 1000"),
+        ("scale", 1e39, "scale is 1e"),
+        ("dropout", 10**400, "dropout is 1000"),
+        ("alpha", 10**400, ""),
+        ("alpha", float("nan"), ""),
+    ],
+)
+def test_a_number_that_no_float_holds_is_refused_or_not_used(
+    name: str, value: object, message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, model(), FIRST)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config["mlxinfer" if name == "alpha" else "lora_parameters"][name] = value
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    if message:
+        with pytest.raises(ModelFileError, match=message):
+            read_adapter(tmp_path, model())
+    else:
+        assert read_adapter(tmp_path, model()).options.scale == FIRST.scale
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_hold_no_number_are_named(value: float, tmp_path: Path) -> None:
+    write(tmp_path, model(), FIRST)
+    path = tmp_path / "adapters.safetensors"
+    weights: dict[str, mx.array] = {key: mx.array(held) for key, held in mx.load(str(path)).items()}  # type: ignore[union-attr]
+    weights["model.layers.0.self_attn.q_proj.lora_b"][1, 2] = value
+    mx.save_safetensors(str(path), weights)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    del config["mlxinfer"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFileError, match=r"damaged.*q_proj\.lora_b holds NaN or infinity"):
+        read_adapter(tmp_path, model())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import math
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,12 +16,10 @@ from mlxinfer.convert import Packing
 from mlxinfer.convert.export import folder as exported
 from mlxinfer.errors import ConversionError, InvalidRequestError, UnsupportedModelError
 from mlxinfer.lora import MethodOptions, save_adapter
+from mlxinfer.lora.changes import Form, Fused, Kept
 from mlxinfer.lora.fuse import FuseOptions, fuse
 from tests.unit.convert.export import models
 from tests.unit.lora.exchange.made import IDS, adapt
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 QUANTIZED = {"bits": 4, "group_size": 32, "mode": "affine"}
 CASES = [
@@ -168,3 +168,14 @@ def test_a_destination_in_the_way_a_dry_run_and_an_adapter_of_another_base(tmp_p
     (tmp_path / "base" / "adapter_config.json").write_text("{}")
     with pytest.raises(UnsupportedModelError, match="holds an adapter"):
         fuse(tmp_path / "base", tmp_path / "adapter", tmp_path / "other")
+
+
+def test_a_layer_is_lost_where_its_change_shrank_turned_or_is_no_number() -> None:
+    def kept(cosine: float, norm: float) -> Kept:
+        return Kept(f"{cosine} {norm}", Form(None, "F32"), 0.1, cosine, norm)
+
+    layers = (kept(1.0, 1.0), kept(1.0, 0.9), kept(0.9, 1.3), kept(1.0, 0.89), kept(0.89, 1.3), kept(math.nan, 1.0))
+    fused = Fused(Path("x"), layers, 0)
+    assert {one.name for one in fused.lost} == {"1.0 0.89", "0.89 1.3", "nan 1.0"}
+    assert kept(0.8, 0.5).share == pytest.approx(0.4)
+    assert kept(0.8, 2.0).share == pytest.approx(0.8)

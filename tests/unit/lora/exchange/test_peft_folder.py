@@ -98,6 +98,11 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None
         ({"init_lora_weights": "pissa_niter_4"}, UnsupportedModelError, "changes the base's own weights"),
         ({"alpha_pattern": {"(a+)+$": 3}}, UnsupportedModelError, "more than the end of a layer's path"),
         ({"alpha_pattern": [3]}, ModelFileError, "alpha_pattern is"),
+        ({"lora_alpha": 10**400}, ModelFileError, "lora_alpha is 1000"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, ModelFileError, "alpha_pattern.q_proj is 1000"),
+        ({"use_rslora": "yes"}, ModelFileError, "use_rslora is 'yes'; true or false"),
+        ({"init_lora_weights": ["pissa"]}, ModelFileError, "init_lora_weights is"),
+        ({"r": 16}, ModelFileError, "q_proj.lora_A is of rank 4; adapter_config.json has r 16 and no rank_pattern"),
         ({"alpha_pattern": {"q_proj": "x"}}, ModelFileError, r"alpha_pattern\.q_proj is 'x'"),
         ({"r": 0}, ModelFileError, "r is 0"),
         ({"r": True}, ModelFileError, "r is True"),
@@ -160,7 +165,7 @@ def test_a_padded_rank_that_was_trained_further_is_exported_whole(tmp_path: Path
     other = LAYER.replace("q_proj", "k_proj")
     given = tensors() | {f"{other}.lora_A.weight": mx.ones((2, 64)), f"{other}.lora_B.weight": mx.ones((32, 2))}
     base = model()
-    adapter = read_peft(write(tmp_path / "in", given), base)
+    adapter = read_peft(write(tmp_path / "in", given, rank_pattern={"k_proj": 2}), base)
     name = "model.layers.0.self_attn.k_proj"
     assert adapter.weights[f"{name}.lora_a"].shape == (64, 4)
     write_peft(tmp_path / "same", adapter, base)
@@ -189,7 +194,7 @@ def test_ranks_that_would_be_padded_to_more_than_fits_are_refused(
     read_peft(write(tmp_path / "few"), model())
     monkeypatch.setattr(peft, "MAX_PADDED_BYTES", 4 * 800)
     with pytest.raises(ModelFileError, match="ranks from 1 to 4"):
-        read_peft(write(tmp_path / "many", given), model())
+        read_peft(write(tmp_path / "many", given, rank_pattern={"k_proj": 1}), model())
 
 
 def test_a_folder_in_the_way_is_left_alone(tmp_path: Path) -> None:
@@ -199,3 +204,38 @@ def test_a_folder_in_the_way_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="exists already"):
         write_peft(tmp_path / "out", adapter, base)
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_tensor_that_holds_no_number_is_named(value: float, tmp_path: Path) -> None:
+    given = tensors()
+    given[f"{LAYER}.lora_A.weight"][1, 2] = value
+    with pytest.raises(ModelFileError, match=r"q_proj\.lora_A\.weight holds NaN or infinity"):
+        read_peft(write(tmp_path, given), model())
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0])
+def test_a_noted_scale_that_cannot_be_changes_nothing(scale: float, tmp_path: Path) -> None:
+    base = model()
+    adapter = read_peft(write(tmp_path / "in"), base)
+    noted = type(adapter)(adapter.options, adapter.weights, {"peft": {"model.layers.0.self_attn.q_proj": [4, scale]}})
+    write_peft(tmp_path / "out", noted, base)
+    back = read_peft(tmp_path / "out", base)
+    assert all(mx.array_equal(back.weights[name], value).item() for name, value in adapter.weights.items())
+
+
+def test_rslora_on_experts_is_written_as_lora_of_the_same_scale(tmp_path: Path) -> None:
+    options = MethodOptions("rslora", rank=4, alpha=6.0, targets=("switch_mlp.*", "q_proj"))
+    write_peft(tmp_path / "peft", _made(tmp_path / "ours", options), models.build(models.config("mixtral")))
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["use_rslora"] is False
+    assert config["lora_alpha"] / config["r"] == options.scale == 3.0
+    plain = MethodOptions("rslora", rank=4, alpha=6.0, targets=("q_proj",))
+    write_peft(tmp_path / "plain", _made(tmp_path / "its", plain), models.build(models.config("mixtral")))
+    config = json.loads((tmp_path / "plain" / "adapter_config.json").read_text())
+    assert (config["use_rslora"], config["lora_alpha"]) == (True, 6)
+
+
+def _made(folder: Path, options: MethodOptions) -> Any:
+    save_adapter(folder, adapt(models.build(models.config("mixtral")), options), options, {})
+    return read_adapter(folder, models.build(models.config("mixtral")))

@@ -14,6 +14,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.lora.losses import DistillLoss, DpoLoss, KtoLoss, OrpoLoss, SimpoLoss, mismatched
+from mlxinfer.lora.losses.distill import _divergence
 from mlxinfer.lora.losses.log_probs import Supervised
 from mlxinfer.lora.losses.preference import _log_one_less
 from mlxinfer.lora.types import Example, Judged
@@ -77,6 +78,48 @@ def test_kto_is_half_of_the_weights_before_anything_is_learnt() -> None:
     total, count = KtoLoss(off, wanted_weight=3.0)(adapted(), judged_batch())
     assert count.item() == 4
     assert total.item() == pytest.approx(0.5 * (3 + 1 + 1 + 3), abs=1e-5)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_ktos_baseline_is_the_mean_over_mismatched_answers_and_never_below_0(sign: float) -> None:
+    model, held, loss = adapted(), judged_batch(), KtoLoss(off, beta=0.7)
+
+    def of_mismatched(net: Any, batch: Any) -> Any:
+        return loss._answers(net, batch, Supervised(batch)).sum(), mx.array(1.0)
+
+    slopes = gradient(model, of_mismatched, held.mismatched)[1]
+    now: Any = dict(tree_flatten(model.trainable_parameters()))
+    model.load_weights([(name, now[name] + sign * 0.01 * slope) for name, slope in slopes.items()], strict=False)
+
+    def ratios(batch: Any) -> mx.array:
+        supervised = Supervised(batch)
+        now = loss._answers(model, batch, supervised)
+        return now - loss._answers.of_reference(model, batch, supervised, off)
+
+    mean = float(np.array(ratios(held.mismatched)).mean())
+    z = max(mean, 0.0)
+    assert (mean > 0) == (sign > 0)
+    gain = 0.7 * (np.array(ratios(held)) - z)
+    expected = 1 / (1 + np.exp(np.where(np.array(held.wanted), gain, -gain)))
+    assert loss(model, held)[0].item() == pytest.approx(float(expected.sum()), rel=1e-4)
+
+
+def test_ktos_baseline_has_no_dropout() -> None:
+    model = adapted(dropout=0.5)
+    train_a_little(model)
+    held, loss = judged_batch().mismatched, KtoLoss(off)
+    first, second = (loss._baseline(model, held) for _ in range(2))
+    assert mx.array_equal(first, second).item()
+    assert model.training
+
+
+def test_what_teacher_and_student_both_rule_out_costs_nothing() -> None:
+    teacher, student = mx.array([[0.0, 1.0, -math.inf]]), mx.array([[1.0, 1.0, -math.inf]])
+    value, slope = mx.value_and_grad(lambda s: _divergence(teacher, s, 2.0).sum())(student)
+    short, slope_of_two = mx.value_and_grad(lambda s: _divergence(teacher[:, :2], s, 2.0).sum())(student[:, :2])
+    assert value.item() == pytest.approx(short.item(), rel=1e-6)
+    assert mx.allclose(slope[:, :2], slope_of_two).item()
+    assert slope[0, 2].item() == 0
 
 
 def test_a_step_along_the_gradient_widens_the_margin() -> None:
@@ -192,6 +235,12 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
     other = gradient(model, DistillLoss(tiny.build_model(tiny.config(), seed=1)), held)[1]
     largest = max(float(mx.abs(slope).max().item()) for slope in other.values())
     assert all(mx.abs(slope).max().item() < 1e-4 * largest for slope in slopes.values())
+
+
+def test_a_teacher_has_no_dropout() -> None:
+    teacher = adapted(dropout=0.5)
+    DistillLoss(teacher)
+    assert not any(module.training for module in teacher.modules())
 
 
 def test_a_teacher_with_another_vocabulary_is_refused() -> None:

@@ -270,3 +270,16 @@ def test_can_pack_leaves_each_module_in_the_mode_it_had() -> None:
     assert model.training
     assert not model.model.layers[0].training
     assert model.model.layers[1].training
+
+
+def test_a_leak_too_small_to_change_a_logit_much_is_still_one() -> None:
+    net = model_of("llama")
+    own: Any = type(net)
+
+    def leaky(self: Any, inputs: mx.array, **options: Any) -> mx.array:
+        return own.__call__(self, inputs, **options) + 1e-7 * inputs.astype(mx.float32).sum()
+
+    config = {"vocab_size": 100, "max_position_embeddings": 4096}
+    assert refusal(net, config, 256) == ""
+    net.__class__ = type("Leaky", (own,), {"__call__": leaky})
+    assert refusal(net, config, 256) == "what a segment holds shows in the logits of another"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import mlx.core as mx
@@ -249,3 +250,21 @@ def test_upstream_routes_attention_once_however_often_it_is_asked() -> None:
         assert routed(q, q, q, None, scale=1.0, mask=None).shape == (1, 1, 2, 4)
     finally:
         vars(module)["scaled_dot_product_attention"] = before
+
+
+def test_a_weight_weighs_its_position_in_sum_and_count() -> None:
+    net, held = tiny_model("llama"), batch()
+    total, count = SupervisedLoss()(net, held)
+    halved = dataclasses.replace(held, weights=held.weights * 0.5)
+    assert [value.item() for value in SupervisedLoss()(net, halved)] == pytest.approx(
+        [total.item() / 2, count.item() / 2]
+    )
+
+
+def test_what_does_not_move_the_head_is_no_parameter_of_it() -> None:
+    net = tiny.build_model(tiny.config(tie_word_embeddings=False), scale=1.0)
+    net.freeze()
+    net.model.embed_tokens.unfreeze()
+    assert Split(net).parameters() == {}
+    net.lm_head.unfreeze()
+    assert list(Split(net).parameters()) == ["lm_head.weight"]
