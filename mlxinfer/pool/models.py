@@ -155,6 +155,19 @@ class ModelPool:
             raise
         return f"{name}:{adapter}"
 
+    def withdraw(self, name: str, adapter: str) -> None:
+        """Take an offer back: "name:adapter" can't be asked for any more. What it takes goes when the model does.
+
+        Raises ModelNotFoundError when there is none.
+        """
+        with self._shelf.changed:
+            self._shelf.entry(f"{name}:{adapter}")
+            self._shelf.withdraw(name, adapter)
+
+    def source(self, name: str) -> str | None:
+        """What a registered model is loaded from; None for one that was given loaded. Raises ModelNotFoundError."""
+        return self._shelf.entry(name).source
+
     def adopt(self, name: str, model: LLM | Encoder) -> None:
         """Take a loaded model in under a registered name; the pool unloads it from now on."""
         entry = self._shelf.entry(name)
