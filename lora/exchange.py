@@ -11,7 +11,8 @@ from mlxinfer.lora import adapter as folders
 from mlxinfer.lora.bases import open_base
 from mlxinfer.lora.card import CARD, adapter_card
 from mlxinfer.lora.gguf import read_adapter_gguf, write_adapter_gguf
-from mlxinfer.lora.peft import LEFT_OUT, NOTE, read_peft, write_peft
+from mlxinfer.lora.peft import LEFT_OUT, NOTE, read_peft
+from mlxinfer.lora.peft_write import write_peft
 from mlxinfer.lora.places import new_folder, put_text
 
 if TYPE_CHECKING:

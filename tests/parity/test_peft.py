@@ -19,8 +19,9 @@ from mlxinfer import upstream
 from mlxinfer.convert.export.huggingface import export_huggingface
 from mlxinfer.lora import MethodOptions, load_adapter, save_adapter
 from mlxinfer.lora.adapter import read_adapter, write_adapter
-from mlxinfer.lora.peft import read_peft, write_peft
+from mlxinfer.lora.peft import read_peft
 from mlxinfer.lora.peft_config import read_config
+from mlxinfer.lora.peft_write import write_peft
 from tests.parity.shapes import EXCHANGED
 from tests.unit.convert.export import models
 from tests.unit.lora.exchange.made import adapt

@@ -161,7 +161,7 @@ def test_a_sample_ends_with_the_token_that_ends_a_text(base: Path, monkeypatch: 
         asked.append(list(stop))
         return sample(net, held, prompt, max_tokens, stop)
 
-    monkeypatch.setattr("mlxinfer.lora.trainer.sample", heard)
+    monkeypatch.setattr("mlxinfer.lora.loop.sample", heard)
     train(model(), tokenizer, rows(2), rows(2), TrainConfig(updates=1, sample_prompts=("a",), sample_tokens=2))
     assert asked == [list(tokenizer.eos_token_ids)]
     assert asked[0]

@@ -12,8 +12,9 @@ import pytest
 from mlxinfer.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 from mlxinfer.lora import MethodOptions, peft, save_adapter
 from mlxinfer.lora.adapter import read_adapter
-from mlxinfer.lora.peft import read_peft, write_peft
+from mlxinfer.lora.peft import read_peft
 from mlxinfer.lora.peft_config import PeftConfig
+from mlxinfer.lora.peft_write import write_peft
 from tests.unit.convert.export import models
 from tests.unit.lora.exchange.made import adapt
 from tests.unit.lora.rows import model
