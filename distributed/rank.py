@@ -113,7 +113,7 @@ class Rank:
         from mlxinfer.tokenizer import Tokenizer
 
         kernels.enable(load_settings())
-        group = mx.distributed.init(strict=True, backend=body["backend"])
+        group = mx.distributed.init(strict=True, backend=body["backend"]) if body["size"] > 1 else None
         folder = Path(body["folder"])
         model, config, part = shards.load(folder, group, dtype=body.get("dtype", "auto"))
         vocab = int((config.get("text_config") or config)["vocab_size"])

@@ -141,9 +141,9 @@ class RankSet:
                 self._accept(server, secret)
             for rank in range(self.size):
                 threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
-            backend = "ring" if self.size > 1 else "any"
             for rank, seat in enumerate(seats):
-                self.send(rank, {"load": {"folder": seat.folder, "dtype": dtype, "backend": backend}})
+                about = {"folder": seat.folder, "dtype": dtype, "backend": "ring", "size": self.size}
+                self.send(rank, {"load": about})
             self._wait_ready()
         except BaseException:
             self.close()

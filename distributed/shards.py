@@ -89,7 +89,8 @@ def cut(source: Path, part: Part, target: Path) -> Path:
 
 
 def load(folder: Path, group: Any, *, dtype: str = "auto") -> tuple[nn.Module, dict[str, Any], Part]:
-    """The model of a part, its weights read and checked; `group` is the real one. On the MLX thread.
+    """The model of a part, its weights read and checked; `group` is the real one, None where
+    there is but one rank. On the MLX thread.
 
     Raises ModelFileError for a part that is damaged, or for another rank or number of ranks.
     """
@@ -98,6 +99,7 @@ def load(folder: Path, group: Any, *, dtype: str = "auto") -> tuple[nn.Module, d
     if about is None or config is None:
         raise ModelFileError(f"{folder} is no part of a model: {MANIFEST} or config.json is missing")
     part = _part_of(about, folder)
+    group = group or PretendGroup(0, 1)
     if (part.rank, part.size) != (group.rank(), group.size()):
         raise ModelFileError(
             f"{folder} is the part of rank {part.rank} of {part.size}; this is rank {group.rank()} of {group.size()}"
@@ -135,7 +137,9 @@ def split(model: nn.Module, part: Part, group: Any) -> set[str]:
     """
     whole: Any = model
     try:
-        if part.kind == "tensor":
+        if part.size == 1:
+            pass
+        elif part.kind == "tensor":
             if not hasattr(whole, "shard"):
                 raise UnsupportedModelError(f"mlx-lm's code for {_type(model)} has no split by heads")
             whole.shard(group)
@@ -148,7 +152,7 @@ def split(model: nn.Module, part: Part, group: Any) -> set[str]:
         raise InvalidRequestError(f"{_type(model)} can't be split {part.size} ways: {error}") from error
     held: Any = tree_flatten(model.parameters())
     names = {name for name, _ in held}
-    return names if part.kind == "tensor" else {name for name in names if _needed(name, part)}
+    return names if part.kind == "tensor" or part.size == 1 else {name for name in names if _needed(name, part)}
 
 
 def pipelined(model: nn.Module) -> Any:

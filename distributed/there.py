@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 ANSWER_S = 30.0
 """An agent that takes longer for an answer is gone; sums of large files are made as they arrive."""
 CONNECT_S = 5.0
+PROMPT_S = 2.0
+"""For what takes an agent no time."""
 
 
 class AgentError(EngineError):
@@ -49,15 +51,17 @@ class There:
         """The ranks there end."""
         self._channel.close()
 
-    def ask(self, do: str, *, data: bytes | None = None, **body: Any) -> Any:
-        """Raises AgentError with what the agent says."""
+    def ask(self, do: str, *, data: bytes | None = None, timeout: float = ANSWER_S, **body: Any) -> Any:
+        """Raises AgentError with what the agent says, or where it says nothing for `timeout` seconds."""
         with self._lock:
             try:
                 self._channel.send({"do": do, **body})
                 if data is not None:
                     self._channel.send(data)
-                answer = self._channel.receive(ANSWER_S)
+                answer = self._channel.receive(timeout)
             except ChannelError as error:
+                # An answer that comes late would be taken for that of the next question.
+                self._channel.close()
                 raise AgentError(f"{self.node.name}: {error}") from error
         if not isinstance(answer, dict) or "ok" not in answer:
             said = answer.get("error") if isinstance(answer, dict) else answer
@@ -117,12 +121,12 @@ class RemoteRank:
     def kill(self) -> None:
         """Harmless where the agent has gone: its ranks go with the connection."""
         try:
-            self._there.ask("kill", id=self._number)
+            self._there.ask("kill", timeout=PROMPT_S, id=self._number)
         except AgentError:
             return
 
     def ended(self) -> str:
         try:
-            return str(self._there.ask("ended", id=self._number))
+            return str(self._there.ask("ended", timeout=PROMPT_S, id=self._number))
         except AgentError as error:
             return str(error)

@@ -29,6 +29,7 @@ VERBS = {
     "fit": ("mlxinfer.cli.fit:fit", "Say whether a model fits this machine, and how fast it will be."),
     "export": ("mlxinfer.cli.export:export", "Write a model for transformers or llama.cpp."),
     "lora": ("mlxinfer.cli.lora:lora", "Train adapters, and take them elsewhere."),
+    "cluster": ("mlxinfer.cli.cluster:cluster", "Run one model over several machines."),
     "chats": ("mlxinfer.cli.chats:chats", "The conversations on this machine."),
     "config": ("mlxinfer.cli.config:config", "Read and write the settings."),
     "bench": ("mlxinfer.cli.bench:bench", "Measure speed under load, alone or against other servers."),

@@ -79,8 +79,8 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
     if unknown := next((name for name in opts["pin"] if name not in named), None):
         raise click.UsageError(f"--pin {unknown}: no model is served under that name; served are {', '.join(named)}")
     adapters = name_adapters(settings.adapters, tuple(named))
-    access = _access(settings, len(named))
-    _check_address(settings, access)
+    granted = access(settings, len(named))
+    check_address(settings, granted)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, _terminated)
     try:
@@ -91,7 +91,7 @@ def serve(models: tuple[str, ...], as_json: bool, **opts: Any) -> None:
             for name, source in named.items():
                 with loading.naming_the_setting(source, given=given), _kept_if_cut_off(stack):
                     _bring(pool, machine, name, source, lazy=opts["lazy"])
-            _run(pool, settings, access, as_json=as_json)
+            run_pool(pool, settings, granted, as_json=as_json)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -108,7 +108,7 @@ def _flags(opts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _access(settings: Settings, models: int) -> dict[str, Any]:
+def access(settings: Settings, models: int) -> dict[str, Any]:
     """The fields of ServerOptions that settings say. Raises InvalidRequestError for a file of keys that is no such."""
     from mlxinfer.server.keys import load_keys
 
@@ -163,7 +163,7 @@ def _kept_if_cut_off(stack: ExitStack) -> Iterator[None]:
             stack.pop_all()
 
 
-def _check_address(settings: Settings, access: dict[str, Any]) -> None:
+def check_address(settings: Settings, access: dict[str, Any]) -> None:
     """A port that is taken or a host that needs a key is known now, not after minutes of loading."""
     from mlxinfer.server.options import ServerOptions
     from mlxinfer.server.run import bind
@@ -172,7 +172,7 @@ def _check_address(settings: Settings, access: dict[str, Any]) -> None:
     bind(settings.host, settings.port).close()
 
 
-def _run(pool: ModelPool, settings: Settings, access: dict[str, Any], *, as_json: bool) -> None:
+def run_pool(pool: ModelPool, settings: Settings, access: dict[str, Any], *, as_json: bool) -> None:
     from mlxinfer.engine.governor import governor
     from mlxinfer.server.announce import RunningServer, announced
     from mlxinfer.server.run import serve as run_server

@@ -162,7 +162,7 @@ def test_without_a_model_the_configured_one_is_served_else_2(
 def test_host_and_port_come_from_flag_variable_and_file_in_this_order(
     invoke: Invoke, llm: FakeLLM, server: FakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("mlxinfer.cli.serve._check_address", lambda settings, access: None)
+    monkeypatch.setattr("mlxinfer.cli.serve.check_address", lambda settings, access: None)
     (tmp_path / "config.toml").write_text("host = '127.0.0.3'\nport = 9001")
     monkeypatch.setenv("MLXINFER_PORT", "9002")
     invoke("serve", "m")

@@ -1,0 +1,179 @@
+"""A model over the nodes of a cluster, as an LLM: planned, cut, brought to its places, run, and begun again on what is
+left when a node or a rank is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from mlxinfer.distributed import shards
+from mlxinfer.distributed.cluster_file import Cluster
+from mlxinfer.distributed.facts import facts_of
+from mlxinfer.distributed.planning import Objective, Plan, plan
+from mlxinfer.distributed.ranks import Here, RankSet, RanksLostError, Seat
+from mlxinfer.distributed.remote import RemoteRunner
+from mlxinfer.distributed.there import PROMPT_S, AgentError, There
+from mlxinfer.engine.engine import Engine
+from mlxinfer.engine.governor import governor
+from mlxinfer.engine.loading import context_length, describe_quantization, prepare
+from mlxinfer.engine.worker import mlx_thread
+from mlxinfer.errors import WontFitError
+from mlxinfer.llm import LLM
+from mlxinfer.types import ModelInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mlxinfer.config import Settings
+    from mlxinfer.distributed.ranks import Place
+
+log = logging.getLogger(__name__)
+
+RUN = ("one", "tensor", "pipeline")
+"""Kinds of plans that can be run."""
+
+
+class Spread:
+    """One model over a cluster. The first node is this machine and keeps the whole checkpoint; the others have agents.
+
+    `start` is what a RemoteRunner is made with.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        source: Path,
+        parts: Path,
+        *,
+        context: int,
+        objective: Objective = "latency",
+        kinds: frozenset[str] = frozenset(RUN),
+        dtype: str = "auto",
+        wifi: bool = False,
+        say: Callable[[str], None] = log.info,
+    ) -> None:
+        self.cluster, self.source, self.parts = cluster, source, parts
+        self._how: dict[str, Any] = {"context": context, "objective": objective, "wifi": wifi}
+        self._kinds, self._dtype, self._say = kinds, dtype, say
+        self._places: dict[str, There] = {}
+        self._lock = threading.Lock()
+        self.plan: Plan | None = None
+        """What runs now."""
+        from mlxinfer.formats.files import read_json_object
+
+        self.config: dict[str, Any] = read_json_object(source / "config.json") or {}
+
+    def start(self, why: str) -> RankSet:
+        """Plan for the nodes that answer, bring the parts there and start the ranks.
+
+        Raises WontFitError where no plan is left, RanksLostError where the ranks don't start.
+        """
+        with self._lock:
+            if why:
+                self._say(f"Beginning again: {why}")
+            here = self._reachable()
+            found = plan(here, self.config, name=self.source.name, **self._how)
+            runs = [made for made in found.plans if made.kind in RUN]
+            chosen = next((made for made in runs if made.kind in self._kinds), None)
+            if chosen is None and (not why or not runs):
+                raise WontFitError(f"there is no plan of the kinds {', '.join(sorted(self._kinds))}")
+            # What was asked for can't be had any more; open streams matter more.
+            chosen = chosen or runs[0]
+            self._say(f"Plan: {chosen.kind} over {', '.join(chosen.nodes)}")
+            seats = [self._seat(chosen, rank) for rank in range(chosen.size)]
+            ranks = RankSet(seats, self.cluster.secret, listen=self.cluster.nodes[0].host, dtype=self._dtype)
+            self.plan = chosen
+            return ranks
+
+    def close(self) -> None:
+        """Let the agents go; ranks that they run end."""
+        for place in self._places.values():
+            place.close()
+        self._places.clear()
+
+    def _reachable(self) -> Cluster:
+        """The cluster without the nodes whose agents don't answer."""
+        left = [self.cluster.nodes[0]]
+        for node in self.cluster.nodes[1:]:
+            try:
+                if node.name not in self._places:
+                    self._places[node.name] = There(node, self.cluster.secret)
+                self._places[node.name].ask("port", timeout=PROMPT_S)
+            except AgentError as error:
+                self._say(f"Without {node.name}: {error}")
+                gone = self._places.pop(node.name, None)
+                if gone is not None:
+                    gone.close()
+                continue
+            left.append(node)
+        names = {node.name for node in left}
+        links = tuple(link for link in self.cluster.links if set(link.between) <= names)
+        return Cluster(tuple(left), links, self.cluster.secret)
+
+    def _seat(self, chosen: Plan, rank: int) -> Seat:
+        kind = "pipeline" if chosen.kind == "pipeline" else "tensor"
+        part = shards.Part(kind, rank, chosen.size, chosen.split if kind == "pipeline" else ())
+        folder = shards.cut(self.source, part, self.parts)
+        name = chosen.nodes[rank]
+        there = self._places.get(name)
+        if there is None:
+            place: Place = Here(self.cluster.nodes[0].host)
+            return Seat(place, str(folder))
+        try:
+            return Seat(there, there.bring(f"{_plain(self.source.name)}/{part.name}", folder))
+        except AgentError as error:
+            raise RanksLostError(str(error)) from error
+
+
+def _plain(name: str) -> str:
+    """A folder's name as agents take one."""
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in name).strip("._-")[:100] or "model"
+
+
+def load_over(spread: Spread, name: str, settings: Settings) -> LLM:
+    """The model as an LLM, its engine here and its ranks where the plan has them. Raises what loading raises."""
+    prepared = prepare("folder", spread.source, dtype=settings.dtype)
+    facts = facts_of(spread.config, name)
+    runner = RemoteRunner(spread.start)
+    thread = mlx_thread()
+
+    def make() -> Engine:
+        made: Any = runner
+        engine = Engine(
+            thread,
+            made,
+            max_num_seqs=settings.max_num_seqs,
+            max_queue=settings.max_queue,
+            prefill_chunk=settings.prefill_chunk,
+            weight_bytes=0,
+            prefix_bytes=0,
+            memory=governor(),
+        )
+        thread.attach(engine)
+        return engine
+
+    try:
+        engine = thread.call(make)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            runner.close()
+        raise
+    limit = settings.context_length
+    own = context_length(spread.config)
+    info = ModelInfo(
+        name=name,
+        model_type=str(spread.config["model_type"]),
+        source=str(spread.source),
+        context_length=own if limit is None else min(limit, own),
+        vocab_size=int((spread.config.get("text_config") or spread.config)["vocab_size"]),
+        num_parameters=facts.parameters,
+        weight_bytes=facts.weight_bytes,
+        dtype=settings.dtype,
+        quantization=describe_quantization(spread.config),
+        tier=runner.tier,
+        has_chat_template=prepared.tokenizer.has_chat_template,
+    )
+    return LLM(info, prepared.tokenizer, prepared.defaults, engine, settings)

@@ -1,0 +1,30 @@
+"""`mlxinfer cluster agent`: what runs on every machine of a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mlxinfer.cli import clusters, options, output, process
+
+
+@click.command("agent", epilog=options.example("mlxinfer cluster agent --node mini"))
+@clusters.cluster_option
+@click.option("--node", required=True, metavar="NAME", help="Which machine of the cluster's file this is.")
+@click.option("--parts", type=click.Path(path_type=Path), help="Where parts of models are kept [in the cache].")
+@options.json_option
+def agent(file: Path, node: str, parts: Path | None, as_json: bool) -> None:
+    """Wait for the coordinator: start and end ranks, keep parts of models. Ctrl-C ends it, and its ranks."""
+    from mlxinfer.distributed import cluster_file
+    from mlxinfer.distributed.agent import Agent
+
+    cluster = cluster_file.read(file)
+    own = cluster.node(node)
+    where = parts or clusters.settings_of().cache_dir / "parts"
+    running = Agent(own.host, own.port, cluster.secret, where)
+    if as_json:
+        output.emit_json({"node": node, "host": own.host, "port": running.port})
+    output.say(f"The agent of {node} listens on {own.host}:{running.port}   (Ctrl-C stops)")
+    process.quit_on_signals(terminated=0, interrupted=0)
+    running.run()

@@ -1,0 +1,68 @@
+"""`mlxinfer cluster serve`: the server, its model over several machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlxinfer.cli import clusters, options, output
+from mlxinfer.cli import serve as single
+
+
+@click.command("serve", epilog=options.example("mlxinfer cluster serve ./my-model --port 8080"))
+@click.argument("model", type=options.ModelName())
+@clusters.cluster_option
+@clusters.planning_options
+@click.option("--host", metavar="ADDRESS", help="Where to listen [127.0.0.1]; others need MLXINFER_API_KEY set.")
+@click.option("--port", type=int, metavar="N", help="Port [8080]; 0 takes a free one.")
+@click.option("--access-log", metavar="WHERE", help="A line for each request: stderr, off or a file [stderr].")
+@click.option("--parts", type=click.Path(path_type=Path), help="Where parts of models are kept [in the cache].")
+@options.json_option
+def serve(
+    model: str,
+    file: Path,
+    ctx: int,
+    objective: Any,
+    kinds: tuple[str, ...],
+    wifi: bool,
+    parts: Path | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Serve MODEL over the machines of the cluster, by the best plan for those that answer.
+
+    This is the first machine of the cluster's file; the others run `mlxinfer cluster agent`. When a machine or a rank
+    is lost, the model is loaded again over what is left, and open streams go on from their tokens.
+    """
+    from mlxinfer.distributed import cluster_file
+    from mlxinfer.distributed.serving import Spread, load_over
+    from mlxinfer.pool import ModelPool
+
+    settings = clusters.settings_of(ctx=ctx, **flags)
+    cluster = cluster_file.read(file)
+    access = single.access(settings, 1)
+    single.check_address(settings, access)
+    folder = clusters.folder_of(model, settings)
+    name = single.served_name(model)
+    where = parts or settings.cache_dir / "parts" / "cut" / name
+    spread = Spread(
+        cluster,
+        folder,
+        where,
+        context=ctx,
+        objective=objective,
+        kinds=clusters.wanted(kinds),
+        dtype=settings.dtype,
+        wifi=wifi,
+        say=output.say,
+    )
+    try:
+        llm = load_over(spread, name, settings)
+        try:
+            single.run_pool(ModelPool.of({name: llm}), settings, access, as_json=as_json)
+        finally:
+            llm.unload()
+    finally:
+        spread.close()
