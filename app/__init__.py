@@ -1,1 +1,1 @@
-"""`mlxinfer app`: the desktop chat. Nothing lives here yet."""
+"""`mlxinfer app`: the desktop chat: conversations, replies, the page and the door before it."""

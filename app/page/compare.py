@@ -11,13 +11,13 @@ from mlxinfer.app.comparisons import Comparisons, Question
 from mlxinfer.app.page import compare_view
 from mlxinfer.app.page.models_view import notice
 from mlxinfer.app.page.panels import ON_BUTTON, QUICK, WHILE_SEEN, pressed, style
-from mlxinfer.app.page.words_models import Words
 from mlxinfer.errors import MlxinferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mlxinfer.app.page.panels import PanelContext
+    from mlxinfer.app.page.texts import Texts
 
 SAMPLING: dict[str, tuple[float, float | None]] = {
     # Value, and step of what is no whole number. All are sent: a default that is the model's own would differ between
@@ -38,7 +38,7 @@ def panel(context: PanelContext, opened: gr.Textbox | None = None) -> None:
     `opened` is given the id of the conversation that a reply was made one by "continue this one as a chat".
     """
     comparisons = Comparisons(context.pool, context.store, context.replies, context.library)
-    _Panel(comparisons, context, Words(context.texts.lang)).build(opened)
+    _Panel(comparisons, context, context.texts).build(opened)
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Seen:
 
 
 class _Panel:
-    def __init__(self, comparisons: Comparisons, context: PanelContext, words: Words) -> None:
+    def __init__(self, comparisons: Comparisons, context: PanelContext, words: Texts) -> None:
         self.comparisons, self.library, self.words = comparisons, context.library, words
 
     # Components

@@ -10,14 +10,14 @@ from mlxinfer.app.comparisons import same_until
 
 if TYPE_CHECKING:
     from mlxinfer.app.comparisons import Comparison
-    from mlxinfer.app.page.words_models import Words
+    from mlxinfer.app.page.texts import Texts
     from mlxinfer.app.replies import Shown
 
 _WORD = re.compile(r"\s*(?:[\w'\u2019]{1,40}|\S)", re.ASCII)
 """What is marked of a difference: a word, or one sign of a script without spaces."""
 
 
-def comparison(key: str, made: Comparison, votes: tuple[int, int], words: Words) -> str:
+def comparison(key: str, made: Comparison, votes: tuple[int, int], words: Texts) -> str:
     left, right = made.shown()
     same = same_until(left.text, right.text)
     differ = _differ(left, right, same)
@@ -42,7 +42,7 @@ def _differ(left: Shown, right: Shown, same: int) -> bool:
     return shorter.over and len(longer.text) > same
 
 
-def _said(left: Shown, right: Shown, same: int, differ: bool, words: Words) -> str:
+def _said(left: Shown, right: Shown, same: int, differ: bool, words: Texts) -> str:
     if not left.text and not right.text:
         return words("compare_shared") if not (left.over and right.over) else ""
     if differ:
@@ -52,7 +52,7 @@ def _said(left: Shown, right: Shown, same: int, differ: bool, words: Words) -> s
     return words("compare_same_so_far", count=f"{same:,}")
 
 
-def _column(made: Comparison, side: int, shown: Shown, same: int | None, words: Words) -> str:
+def _column(made: Comparison, side: int, shown: Shown, same: int | None, words: Texts) -> str:
     name = escape(made.question.models[side])
     stage = words(f"stage_{'waiting' if made.waits(side) else shown.stage}")
     thinking = error = ""
@@ -73,7 +73,7 @@ def _column(made: Comparison, side: int, shown: Shown, same: int | None, words: 
     )
 
 
-def _marked(text: str, same: int | None, words: Words) -> str:
+def _marked(text: str, same: int | None, words: Texts) -> str:
     """The text with its first difference marked."""
     if same is None or same >= len(text):
         return escape(text)
@@ -83,7 +83,7 @@ def _marked(text: str, same: int | None, words: Words) -> str:
     return f'{escape(text[:same])}<mark title="{here}">{escape(text[same:end])}</mark>{escape(text[end:])}'
 
 
-def _figures(shown: Shown, words: Words) -> str:
+def _figures(shown: Shown, words: Texts) -> str:
     figures, said = shown.figures, []
     if rate := figures.get("decode_tok_s"):
         said.append(words("tok_s", rate=f"{rate:g}"))
@@ -96,7 +96,7 @@ def _figures(shown: Shown, words: Words) -> str:
     return " · ".join(said)
 
 
-def _buttons(made: Comparison, side: int, shown: Shown, name: str, words: Words) -> str:
+def _buttons(made: Comparison, side: int, shown: Shown, name: str, words: Texts) -> str:
     """`name` comes escaped."""
     if not made.over or not (shown.text or shown.reasoning):
         return ""
@@ -112,7 +112,7 @@ def _buttons(made: Comparison, side: int, shown: Shown, name: str, words: Words)
     )
 
 
-def _votes(made: Comparison, votes: tuple[int, int], words: Words) -> str:
+def _votes(made: Comparison, votes: tuple[int, int], words: Texts) -> str:
     if not any(votes):
         return ""
     left, right = map(escape, made.question.models)

@@ -9,7 +9,6 @@ import gradio as gr
 
 from mlxinfer.app.page import models_view as view
 from mlxinfer.app.page.panels import ON_BUTTON, QUICK, WHILE_SEEN, pressed, style
-from mlxinfer.app.page.words_models import Words
 from mlxinfer.errors import MlxinferError
 from mlxinfer.zoo import human_bytes
 
@@ -18,11 +17,12 @@ if TYPE_CHECKING:
 
     from mlxinfer.app.library import Library, Offer
     from mlxinfer.app.page.panels import PanelContext
+    from mlxinfer.app.page.texts import Texts
 
 
 def panel(context: PanelContext) -> None:
     """Build the panel inside the tab that is being built."""
-    _Panel(context.library, Words(context.texts.lang)).build()
+    _Panel(context.library, context.texts).build()
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Seen:
 
 
 class _Panel:
-    def __init__(self, library: Library, words: Words) -> None:
+    def __init__(self, library: Library, words: Texts) -> None:
         self.library, self.words = library, words
 
     # Components

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from mlxinfer.app.library import MemoryBar, Offer
-    from mlxinfer.app.page.words_models import Words
+    from mlxinfer.app.page.texts import Texts
     from mlxinfer.app.pulls import Pull
     from mlxinfer.zoo import FitReport
 
@@ -20,7 +20,7 @@ PHASES = ("resolve", "download", "unpack", "verify")
 PARTS = ("weights", "kv", "cache", "other", "free")
 
 
-def memory(bar: MemoryBar, words: Words) -> str:
+def memory(bar: MemoryBar, words: Texts) -> str:
     """The bar and its legend."""
     whole = max(1, bar.budget)
     parts = [(name, getattr(bar, name)) for name in PARTS]
@@ -52,7 +52,7 @@ def matching(offers: Iterable[Offer], text: str, only_here: bool) -> list[Offer]
     ]
 
 
-def table(offers: list[Offer], count: int, fits: Mapping[str, FitReport], chosen: str, words: Words) -> str:
+def table(offers: list[Offer], count: int, fits: Mapping[str, FitReport], chosen: str, words: Texts) -> str:
     """Rows with a button each that chooses the model; `count` is that of all offers."""
     columns = ("name", "fit", "state", "size", "parameters", "bits", "licence", "can")
     heads = "".join(f'<th scope="col" class="{column}">{words(f"models_{column}")}</th>' for column in columns)
@@ -67,7 +67,7 @@ def table(offers: list[Offer], count: int, fits: Mapping[str, FitReport], chosen
     )
 
 
-def _row(offer: Offer, fit: FitReport | None, chosen: bool, words: Words) -> str:
+def _row(offer: Offer, fit: FitReport | None, chosen: bool, words: Texts) -> str:
     name = escape(offer.name)
     can = ", ".join(words(f"can_{one}") for one in offer.capabilities)
     cells = {
@@ -91,14 +91,14 @@ def _row(offer: Offer, fit: FitReport | None, chosen: bool, words: Words) -> str
     )
 
 
-def _fit(fit: FitReport | None, words: Words) -> str:
+def _fit(fit: FitReport | None, words: Texts) -> str:
     if fit is None:
         return ""
     rate = f'<span class="rate">{words("tok_s", rate=_rate(fit.tok_s))}</span>' if fit.tok_s else ""
     return f'<span class="badge {fit.verdict}">{words(f"fit_{fit.verdict}")}</span>{rate}'
 
 
-def _state(offer: Offer, words: Words) -> str:
+def _state(offer: Offer, words: Texts) -> str:
     state = "catalogue" if not offer.here else "at_work" if offer.at_work else offer.state
     pinned = f' <span class="badge">{words("state_pinned")}</span>' if offer.pinned else ""
     error = f'<span class="error">{escape(offer.error)}</span>' if offer.error else ""
@@ -114,7 +114,7 @@ def _rate(tok_s: float) -> str:
     return f"{tok_s:,.0f}" if tok_s >= 10 else f"{tok_s:.1f}"
 
 
-def detail(offer: Offer | None, fit: FitReport | None, words: Words) -> str:
+def detail(offer: Offer | None, fit: FitReport | None, words: Texts) -> str:
     """What is known of one model before it is loaded."""
     if offer is None:
         return f'<p class="none">{words("detail_none")}</p>'
@@ -145,14 +145,14 @@ def detail(offer: Offer | None, fit: FitReport | None, words: Words) -> str:
     return "".join(lines)
 
 
-def pulls(found: list[Pull], words: Words) -> str:
+def pulls(found: list[Pull], words: Texts) -> str:
     """Each with its bar and the buttons that it has at the moment."""
     if not found:
         return ""
     return f'<p class="title">{words("pulls")}</p>' + "".join(_pull(pull, words) for pull in found)
 
 
-def _pull(pull: Pull, words: Words) -> str:
+def _pull(pull: Pull, words: Texts) -> str:
     name = escape(pull.name)
     share = pull.done / pull.total if pull.total else 0.0
     phase = pull.phase if pull.phase in PHASES else "download"

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import gradio as gr
 
     from mlxinfer.app.library import Library
+    from mlxinfer.app.page.texts import Texts
     from mlxinfer.app.replies import Replies
     from mlxinfer.app.store import Store
     from mlxinfer.pool import ModelPool
@@ -52,11 +53,6 @@ window; a new version triggers "tick". What it shows may name itself by data-key
 the faster pace by data-running. A server function costs a few times less than an event of Gradio's."""
 
 
-class HasLanguage(Protocol):
-    @property
-    def lang(self) -> str: ...
-
-
 class PanelContext(Protocol):
     """What a panel is given."""
 
@@ -69,7 +65,7 @@ class PanelContext(Protocol):
     @property
     def library(self) -> Library: ...
     @property
-    def texts(self) -> HasLanguage: ...
+    def texts(self) -> Texts: ...
 
 
 def style(name: str) -> str:

@@ -4,22 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-LANGUAGES = ("en", "ja")
-
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    """The words of one language: `words("models_load")`, with values for what stands in braces."""
-
-    lang: str
-
-    def __call__(self, key: str, **values: object) -> str:
-        text = WORDS[key][LANGUAGES.index(self.lang)]
-        return text.format(**values) if values else text
-
-
 WORDS: dict[str, tuple[str, str]] = {
     # Memory
     "memory_title": ("Memory for models", "モデル用メモリ"),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "run": ("mlxinfer.cli.run:run", "Chat with a model, or ask it one thing."),
+    "app": ("mlxinfer.cli.app:app", "Chat in a window, or in the browser."),
     "serve": ("mlxinfer.cli.serve:serve", "Serve models over HTTP: OpenAI's, Anthropic's, Ollama's API."),
     "ps": ("mlxinfer.cli.ps:ps", "List the servers that run on this machine."),
     "stop": ("mlxinfer.cli.stop:stop", "Stop a server, after its requests have ended."),

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 def create_app(models: Mapping[str, LLM] | ModelPool, options: ServerOptions | None = None) -> FastAPI:
     """An application that serves a pool, or `models` (served name to loaded model), which are never unloaded.
 
-    `app.state.server` is its ServerState. Raises InvalidRequestError when a key is limited to models that aren't here.
+    A pool may be empty and get its models later. `app.state.server` is its ServerState. Raises InvalidRequestError when
+    a key is limited to models that aren't here.
     """
-    assert models, "a server needs a model"
+    assert models or isinstance(models, ModelPool), "a server needs a model"
     pool = models if isinstance(models, ModelPool) else ModelPool.of(models)
     options = options or ServerOptions()
     # FastAPI's own pages load scripts from elsewhere, and the routes parse their bodies themselves.

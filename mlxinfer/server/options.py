@@ -46,6 +46,8 @@ class ServerOptions:
     """How long requests may go on after SIGTERM."""
     keepalive_s: float = 15.0
     """A stream that is silent this long sends a comment, so that proxies do not cut it."""
+    page: str | None = None
+    """Path of a web page with a door of its own: below it no API key counts, and files may be uploaded."""
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and not self.api_key and not self.keys:
@@ -79,6 +81,10 @@ class ServerOptions:
                     "neither * nor null can be allowed",
                     param="allow_origins",
                 )
+
+    def in_page(self, path: str) -> bool:
+        """Whether a request's path is the page's or below it."""
+        return self.page is not None and (path == self.page or path.startswith(f"{self.page}/"))
 
     def answers_to(self, name: str) -> bool:
         """Whether a Host header's name (without port, lower case) is this server's. A browser that was lured by a

@@ -49,6 +49,8 @@ def serve(
     api_key: str | None = None,
     on_started: Callable[[str, int], None] | None = None,
     log_level: str = "warning",
+    build: Callable[[Any, ServerOptions], FastAPI] | None = None,
+    until: threading.Event | None = None,
     **options: Any,
 ) -> int | None:
     """Serve `models` until SIGINT or SIGTERM, drain, and return that signal's number.
@@ -56,14 +58,16 @@ def serve(
     They are a pool, or name to loaded model.
 
     `options` are fields of ServerOptions; `api_key` falls back to $MLXINFER_API_KEY. `on_started(host, port)` is called
-    once connections are accepted; port 0 picks a free one. Does not unload the models.
+    once connections are accepted; port 0 picks a free one. `build` makes the application in place of `create_app`;
+    `until`, once set, ends it as a signal does. Does not unload the models.
 
     Raises InvalidRequestError when the address cannot be bound, or is not loopback and there is no key.
     """
     chosen = ServerOptions(host=host, api_key=api_key or os.environ.get("MLXINFER_API_KEY") or None, **options)
     with contextlib.closing(bind(host, port)) as listener, logging_to(chosen.access_log):
         _raise_file_limit()
-        server = Server(create_app(models, chosen), chosen, on_started=on_started, log_level=log_level)
+        app = (build or create_app)(models, chosen)
+        server = Server(app, chosen, on_started=on_started, log_level=log_level, until=until)
         asyncio.run(server.serve(sockets=[listener]))
     return server.ended_by
 
@@ -104,6 +108,7 @@ class Server(uvicorn.Server):
         *,
         on_started: Callable[[str, int], None] | None = None,
         log_level: str = "warning",
+        until: threading.Event | None = None,
     ) -> None:
         self._state: ServerState = app.state.server
         config = uvicorn.Config(
@@ -114,7 +119,7 @@ class Server(uvicorn.Server):
             log_config=None,  # uvicorn's own would close the handlers that there are
             server_header=False,
             proxy_headers=False,
-            lifespan="off",
+            lifespan="on",  # the API has nothing to start; what is mounted beside it may
             ws="none",
             http=protocol(options.body_timeout_s, _max_connections(), self._state.metrics.refused),
             timeout_keep_alive=30,
@@ -126,6 +131,7 @@ class Server(uvicorn.Server):
         self._impatient = asyncio.Event()
         self._options = options
         self._on_started = on_started
+        self._until = until
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -147,6 +153,11 @@ class Server(uvicorn.Server):
         else:
             self.ended_by = sig
             self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._until is not None and self._until.is_set():
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -78,7 +78,7 @@ class Guard:
             if scope["method"] == "OPTIONS" and origin is not None:
                 app = Response(status_code=204, headers=_preflight(headers))
             else:
-                self._check_content_type(scope["method"], headers)
+                self._check_content_type(scope, headers)
                 allowance = self._known(scope, headers)
                 self._check_room(scope["method"], self.working)
                 if allowance is not None:
@@ -163,7 +163,7 @@ class Guard:
 
     def _known(self, scope: Scope, headers: Headers) -> Allowance | None:
         """What is left to the request's key; None: it needs none. Raises 401 without one that is known."""
-        if not self._keys or scope["path"] in self._open:
+        if not self._keys or scope["path"] in self._open or self._options.in_page(scope["path"]):
             return None
         allowance = self._keys.find(_secret(headers))
         if allowance is None:
@@ -203,12 +203,14 @@ class Guard:
             await asyncio.sleep(0)
         return self._app
 
-    def _check_content_type(self, method: str, headers: Headers) -> None:
+    def _check_content_type(self, scope: Scope, headers: Headers) -> None:
         # Without an Origin it is no browser; curl's examples send a form type.
-        if method != "POST" or "origin" not in headers:
+        if scope["method"] != "POST" or "origin" not in headers:
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        # Browsers ask nobody before they upload: the Origin, which was checked, and the page's door keep others out.
+        uploads = kind == "multipart/form-data" and self._options.in_page(scope["path"])
+        if kind != "application/json" and not uploads:
             raise RefusedError(
                 415,
                 f"the content type is {kind[:MAX_HEADER_ECHO]!r}; send application/json",

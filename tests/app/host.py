@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mlxinfer.app.library import Library
+from mlxinfer.app.page.texts import Texts
 from mlxinfer.app.replies import Replies
 from mlxinfer.app.store import Store, open_store
 from mlxinfer.config import Settings
@@ -28,11 +29,6 @@ GRADIO_LEAKS = [
 
 
 @dataclass(frozen=True)
-class Language:
-    lang: str
-
-
-@dataclass(frozen=True)
 class Context:
     """What the panels are given."""
 
@@ -41,7 +37,7 @@ class Context:
     replies: Replies
     library: Library
     settings: Settings
-    texts: Language
+    texts: Texts
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ def serve(folder: Path, models: Mapping[str, str], lang: str = "en") -> Host:
 
     settings = Settings(cache_dir=folder / "cache", data_dir=folder / "data")
     pool, store = ModelPool(models, Machine(settings)), open_store(folder / "chats.db").store
-    context = Context(pool, store, Replies(pool, store), Library(pool, settings), settings, Language(lang))
+    context = Context(pool, store, Replies(pool, store), Library(pool, settings), settings, Texts(lang))
     with gr.Blocks(title="panels", analytics_enabled=False) as page:
         opened = gr.Textbox(label="opened", elem_id="opened")
         with gr.Tabs():

@@ -36,6 +36,7 @@ def test_a_built_wheel_holds_every_room_every_module_and_the_data_files(tmp_path
     expected |= {f"mlxinfer/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     expected |= {f"mlxinfer/zoo/{path.name}" for path in (ROOT / "mlxinfer" / "zoo").glob("*.toml")}
     expected |= {f"mlxinfer/kernels/cpp/{path.name}" for path in (ROOT / "mlxinfer" / "kernels" / "cpp").iterdir()}
+    expected |= {"mlxinfer/app/page/page.js", "mlxinfer/app/page/style.css"}
     assert expected | {"mlxinfer/py.typed"} <= names
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from mlxinfer.app.library import MemoryBar, Offer
 from mlxinfer.app.page import compare_view, models_view
-from mlxinfer.app.page.words_models import LANGUAGES, WORDS, Words
+from mlxinfer.app.page.texts import LANGUAGES, Texts
+from mlxinfer.app.page.words_models import WORDS
 from mlxinfer.app.pulls import Pull
 from mlxinfer.app.replies import Shown
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from mlxinfer.app.comparisons import Comparison
 
 EVIL = "<img src=x onerror=alert(1)>\"'`${1}{{2}}"
-EN = Words("en")
+EN = Texts("en")
 
 
 def offer(name: str = "m", **changes: Any) -> Offer:
@@ -45,7 +46,7 @@ def test_both_languages_have_every_word_with_the_same_values_in_it() -> None:
 
 @pytest.mark.parametrize("lang", LANGUAGES)
 def test_whatever_is_named_in_a_list_is_escaped(lang: str) -> None:
-    words = Words(lang)
+    words = Texts(lang)
     evil = offer(EVIL, licence=EVIL, origin=EVIL, error=EVIL, adapters=(EVIL,))
     pull = Pull(EVIL, state="failed", error=EVIL)
     html = models_view.table([evil], 1, {}, EVIL, words) + models_view.detail(evil, None, words)
