@@ -107,7 +107,7 @@ def test_a_page_reloaded_in_mid_reply_shows_it_growing_on(app: App, page: Any) -
     page.reload()
     ready(page)
     live = writing(app, chat)
-    text = "document.querySelector('#tail .bot-row').innerText.length"
+    text = "(document.querySelector('#tail .bot-row')?.innerText.length ?? 0)"
     page.wait_for_function(f"{text} > 40")
     before = page.evaluate(text)
     page.wait_for_function(f"{text} > {before}")
