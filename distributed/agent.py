@@ -161,12 +161,13 @@ class _Session:
 
     def _put(self, body: Any) -> int:
         """The next bytes of a file, at `offset`; `last` moves it to its name if the sum is right."""
+        # Whatever is wrong with the rest: they come next.
+        data = self._channel.receive(30.0)
         name, offset = body["file"], int(body["offset"])
         if not isinstance(name, str) or not _FILE.fullmatch(name):
             raise InvalidRequestError(f"{name!r:.100} is no name of a file of a part")
         folder = self._folder(body["part"])
         folder.mkdir(parents=True, exist_ok=True)
-        data = self._channel.receive(30.0)
         if not isinstance(data, bytes) or len(data) > CHUNK:
             raise InvalidRequestError("the file's bytes are missing")
         coming = folder / f"{name}.part"
