@@ -104,7 +104,7 @@ def test_what_the_page_does_not_need_is_not_there(inside: httpx.Client, routes: 
     """Gradio's proxy, file routes, calls by name, editors: only a handful is open."""
     needed = re.compile(
         r"/app/(export|stop)/|/app/\w+/(config|theme\.css|favicon\.ico|assets|static|)(/|$)"
-        r"|/app/\w+/gradio_api/(queue|startup-events|upload|cancel|reset|heartbeat)"
+        r"|/app/\w+/gradio_api/(queue|startup-events|upload|cancel|reset|heartbeat|component_server)"
     )
     shut = [(method, path) for method, path in routes if not needed.match(path)]
     assert len(shut) > 40
