@@ -37,9 +37,10 @@ _OPEN = {
         r"(?:|config|theme\.css|favicon\.ico|(?:assets|static)/[\w./-]+"
         r"|gradio_api/(?:queue/data|startup-events|upload_progress|heartbeat/[\w-]+))"
     ),
-    "POST": re.compile(r"gradio_api/(?:queue/join|upload|cancel|reset|component_server)"),
+    "POST": re.compile(r"gradio_api/(?:queue/join|upload|cancel|reset|component_server/?|run/predict)"),
 }
-"""What the page asks for. Gradio has more: file routes, a proxy, calls by name, editors of its own code."""
+"""What the page asks for; its panels call their events without the queue (run/predict) and functions of their own
+(component_server). Gradio has more: file routes, a proxy, calls by name, editors of its own code."""
 _OURS = {"GET": re.compile(r"export/[0-9a-f]{32}\.(?:md|json)"), "POST": re.compile(r"stop/[0-9a-f]{32}")}
 """Routes of our own (app/mount.py)."""
 POLICY = "; ".join(

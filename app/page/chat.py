@@ -88,7 +88,7 @@ class ChatPage:
 
     @staticmethod
     def composer(*, writing: bool, **changes: Any) -> Any:
-        return gr.update(submit_btn=not writing, stop_btn=writing, **changes)
+        return gr.update(submit_btn=not writing, stop_btn=writing, interactive=True, **changes)
 
     def status(self, model: str, used: int) -> Updates:
         """The line above the chat: the context meter, or what is waited for; the timer runs meanwhile."""

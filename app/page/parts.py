@@ -124,9 +124,10 @@ def build_chat(context: PageContext) -> Parts:
             with gr.Row(visible=False, elem_id="edit-bar", equal_height=True) as edit_bar:
                 gr.Markdown(texts("editing"))
                 edit_cancel = gr.Button(texts("cancel"), size="sm", scale=0, min_width=100)
+            # What is sent before the page has loaded would be drawn over by that; loading lets it be typed in.
             composer = gr.MultimodalTextbox(
                 label=texts("message"), show_label=False, placeholder=texts("message_hint"), elem_id="composer",
-                file_count="multiple", max_lines=12, max_plain_text_length=2_000_000, autofocus=True,
+                file_count="multiple", max_lines=12, max_plain_text_length=2_000_000, autofocus=True, interactive=False,
             )  # fmt: skip
         with gr.Column(elem_id="settings", scale=0, min_width=280):
             gr.Markdown(f"#### {texts('settings')}")

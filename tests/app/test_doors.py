@@ -104,7 +104,7 @@ def test_what_the_page_does_not_need_is_not_there(inside: httpx.Client, routes: 
     """Gradio's proxy, file routes, calls by name, editors: only a handful is open."""
     needed = re.compile(
         r"/app/(export|stop)/|/app/\w+/(config|theme\.css|favicon\.ico|assets|static|)(/|$)"
-        r"|/app/\w+/gradio_api/(queue|startup-events|upload|cancel|reset|heartbeat|component_server)"
+        r"|/app/\w+/gradio_api/(queue|startup-events|upload|cancel|reset|heartbeat|component_server|run/)"
     )
     shut = [(method, path) for method, path in routes if not needed.match(path)]
     assert len(shut) > 40
@@ -148,9 +148,10 @@ def test_the_conversations_file_and_the_uploads_are_given_out_by_no_route(app: A
 )  # fmt: skip
 def test_junk_in_an_event_is_refused_and_the_app_goes_on(app: App, inside: httpx.Client, body: bytes) -> None:
     json = {"content-type": "application/json"}
-    answer = inside.post("/app/en/gradio_api/queue/join", content=body, headers=json)
-    assert answer.status_code < 500, answer.text[:300]
-    for route in ("call/predict", "api/predict", "run/predict", "call/v2/send"):
+    for route in ("queue/join", "run/predict", "component_server/"):
+        answer = inside.post(f"/app/en/gradio_api/{route}", content=body, headers=json)
+        assert answer.status_code < 500, (route, answer.text[:300])
+    for route in ("call/predict", "api/predict", "run/other", "call/v2/send"):
         assert inside.post(f"/app/en/gradio_api/{route}", content=body, headers=json).status_code == 404
     assert inside.get("/app/en/").status_code == 200
     assert not app.errors

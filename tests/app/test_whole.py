@@ -1,0 +1,44 @@
+"""The panels where they live: inside the whole page, behind its door."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.app.test_compare_panel import choose, compare, over, until, value
+
+if TYPE_CHECKING:
+    from tests.app.serving import App
+
+
+def test_the_list_of_models_is_drawn_with_the_memory_they_take(app: App, page: Any) -> None:
+    page.get_by_role("tab", name="Models").click()
+    page.locator("#models-table tr, #models-table li", has_text="other").first.wait_for()
+    assert page.locator("#models-memory").inner_text()
+
+
+def test_a_reply_of_a_comparison_goes_on_as_a_chat(app: App, page: Any) -> None:
+    page.get_by_role("tab", name="Compare").click()
+    until(lambda: value(page, "left") in ("tiny", "other"))
+    choose(page, "left", "tiny")
+    choose(page, "right", "other")
+    before = len(app.house.store.conversations())
+    compare(page, "the quick brown fox", seed=3, max_tokens=20)
+    over(page)
+    assert len(app.house.store.conversations()) == before
+    page.locator("#compare-replies button[data-act=continue]").first.click()
+    page.locator("#tail .bot-row, #history .bot-row").first.wait_for()
+    assert len(app.house.store.conversations()) == before + 1
+    assert page.get_by_role("tab", name="Chat").get_attribute("aria-selected") == "true"
+    assert "the quick brown fox" in page.locator("#history, #tail").all_inner_texts()[-1]
+
+
+def test_what_is_sent_as_soon_as_it_can_be_typed_is_shown_with_its_reply(app: App, browser: Any) -> None:
+    from tests.app.serving import send, settled, tab
+
+    with tab(app, browser) as page:
+        send(page, "at once")
+        page.wait_for_selector("#composer .stop-button, #tail .foot [data-do=retry]")
+        page.evaluate("document.querySelector('#composer .stop-button')?.click()")
+        settled(page)
+        assert "at once" in page.locator("#tail").inner_text()
+        assert not page.locator("#hello").is_visible()
