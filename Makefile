@@ -6,7 +6,7 @@ override MODEL := $(value MODEL)
 override PROMPT := $(value PROMPT)
 export MODEL PROMPT
 
-.PHONY: help run serve test test-slow test-sanitize check format bench clean
+.PHONY: help run serve test test-slow test-sanitize check format bench app-bundle clean
 
 help:
 	@echo 'make run [PROMPT="..."] [MODEL=name]   answer one question; in a terminal without PROMPT: chat'
@@ -15,6 +15,7 @@ help:
 	@echo 'make test-slow                         the slow suites in full'
 	@echo 'make test-sanitize                     the CPU kernels under ASan and UBSan (Linux, g++)'
 	@echo 'make check                             lint, format, types, import rules'
+	@echo 'make app-bundle                        the app as one folder, on a Mac mlxinfer.app (docs/packaging.md)'
 	@echo 'make bench                             decode and prefill against mlx-lm'
 
 run:
@@ -56,6 +57,10 @@ format:
 bench:
 	@.ci/setup dev
 	.venv/bin/python -m tests.bench
+
+app-bundle:
+	@.ci/setup bundle
+	.venv/bin/python -m PyInstaller --noconfirm --log-level WARN app/packaging/mlxinfer.spec
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import signal
-import threading
 import webbrowser
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -18,6 +15,7 @@ from mlxinfer.config import override
 from mlxinfer.errors import MlxinferError
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
     from mlxinfer.app.page.context import House
@@ -103,19 +101,22 @@ def _begin(house: House, pool: ModelPool, settings: Settings, *, must: bool) -> 
 
 def _serve(house: House, port: int, lang: str | None, *, shows: str, as_json: bool) -> int | None:
     """Serve until a signal, whose number is returned, or until the window is closed."""
-    from mlxinfer.app import serving
+    from mlxinfer.app import serving, window
 
-    opens = _window() if shows == "window" else None
+    missing = window.available() if shows == "window" else ""
+    if missing:
+        output.say(f"No window: {missing}. Opening the browser.", dim=True)
+        shows = "browser"
     access: dict[str, Any] = {"max_body_bytes": house.settings.max_body_mb << 20}
 
     def started(link: str) -> None:
         if as_json:
             output.emit_json({"url": link})
         output.say(f"The chat is at {link}   (Ctrl-C stops)")
-        if shows == "browser" or (shows == "window" and opens is None):
+        if shows == "browser":
             webbrowser.open(link)
 
-    if opens is None:
+    if shows != "window":
         return serving.serve_house(house, port=port, lang=lang, on_started=started, access=access)
 
     def serves(until: threading.Event, told: Callable[[str], None]) -> int | None:
@@ -125,45 +126,4 @@ def _serve(house: House, port: int, lang: str | None, *, shows: str, as_json: bo
 
         return serving.serve_house(house, port=port, lang=lang, on_started=both, until=until, access=access)
 
-    return _beside(opens, serves)
-
-
-def _window() -> Callable[[str, str], None] | None:
-    """What opens a window; None where the module or its library isn't there: the browser stands in."""
-    if importlib.util.find_spec("mlxinfer.app.window") is None or importlib.util.find_spec("webview") is None:
-        return None
-    module: Any = importlib.import_module("mlxinfer.app.window")
-    return module.open_window
-
-
-def _beside(
-    opens: Callable[[str, str], None], serves: Callable[[threading.Event, Callable[[str], None]], int | None]
-) -> int | None:
-    """The window on this thread, as windows want it, and the server on another."""
-    until, ready = threading.Event(), threading.Event()
-    link, failed = [""], list[BaseException]()
-
-    def told(url: str) -> None:
-        link[0] = url
-        ready.set()
-
-    def run() -> None:
-        try:
-            serves(until, told)
-        except MlxinferError as error:
-            failed.append(error)
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=run, name="mlxinfer-server")
-    thread.start()
-    try:
-        ready.wait()
-        if not failed:
-            opens(link[0], TITLE)
-    finally:
-        until.set()
-        thread.join()
-    if failed:
-        raise failed[0]
-    return None
+    return window.run_beside(serves, TITLE)

@@ -32,16 +32,14 @@ chats = Subverbs(
     help="The conversations on this machine.",
     epilog=options.example("mlxinfer chats ls", "mlxinfer chats search Paris", "mlxinfer chats export 3f2a chat.md"),
 )
-ID_SHOWN = 8
-"""Characters of an id in a list; any beginning that is unique names a conversation."""
-id_argument = click.argument("conversation", metavar="ID")
+id_argument = click.argument("conversation", metavar="ID", type=options.ConversationId())
 
 
 def opened() -> Store:
     """The store of this user; says so where a damaged file was set aside."""
     from mlxinfer.app.store import open_store
 
-    found = open_store(options.settings_of().data_dir / "chats.db")
+    found = open_store(options.settings_of().data_dir / options.STORE)
     if found.notice:
         output.say(found.notice)
     return found.store
@@ -55,7 +53,7 @@ def _json(chat: Conversation) -> dict[str, Any]:
 def _row(chat: Conversation) -> tuple[str, ...]:
     day = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.updated))
     title = output.printable(chat.title) or "(no title)"
-    return chat.id[:ID_SHOWN], day, output.printable(chat.model), f"{'* ' if chat.pinned else ''}{title}"
+    return chat.id[: options.ID_SHOWN], day, output.printable(chat.model), f"{'* ' if chat.pinned else ''}{title}"
 
 
 @click.command("ls", epilog=options.example("mlxinfer chats ls --limit 20"))
@@ -171,4 +169,4 @@ def rm(conversation: str, undo: bool, for_good: bool, as_json: bool) -> None:
     if as_json:
         output.emit_json({"id": chat.id, "deleted": not undo})
     else:
-        output.say(f"{chat.id[:ID_SHOWN]} {'is back' if undo else 'is deleted'}.")
+        output.say(f"{chat.id[: options.ID_SHOWN]} {'is back' if undo else 'is deleted'}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -28,6 +29,11 @@ config = Subverbs(
 )
 
 
+def _keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Those that begin so, for a shell."""
+    return [field.name for field in dataclasses.fields(Settings) if field.name.startswith(incomplete)]
+
+
 @click.command("path", epilog=options.example("mlxinfer config path"))
 @options.json_option
 def path(as_json: bool) -> None:
@@ -40,7 +46,7 @@ def path(as_json: bool) -> None:
 
 
 @click.command("get", epilog=options.example("mlxinfer config get", "mlxinfer config get model"))
-@click.argument("key", required=False)
+@click.argument("key", required=False, shell_complete=_keys)
 @options.json_option
 def get(key: str | None, as_json: bool) -> None:
     """Say what KEY is and what set it; all of them without KEY."""
@@ -56,7 +62,7 @@ def get(key: str | None, as_json: bool) -> None:
 
 
 @click.command("set", epilog=options.example("mlxinfer config set port 9000", "mlxinfer config set model --unset"))
-@click.argument("key")
+@click.argument("key", shell_complete=_keys)
 @click.argument("value", required=False)
 @click.option("--unset", is_flag=True, help="Take KEY out of the file.")
 @options.json_option

@@ -41,6 +41,30 @@ class InstalledName(ModelName):
         return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
+STORE = "chats.db"
+"""In the data folder: the conversations."""
+ID_SHOWN = 8
+"""Characters of an id in a list; any beginning that is unique names a conversation."""
+
+
+class ConversationId(click.ParamType):
+    """The beginning of a conversation's id."""
+
+    name = "id"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from mlxinfer.app.store.peek import recent
+        from mlxinfer.cli import output
+
+        try:
+            file = load_settings().data_dir / STORE
+        except MlxinferError:
+            return []
+        found = recent(file, incomplete, deleted=bool(ctx.params.get("undo")))
+        length = max(ID_SHOWN, len(incomplete))
+        return [CompletionItem(key[:length], help=" ".join(output.printable(title).split())) for key, title in found]
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 model_argument = click.argument("model", type=ModelName())
 

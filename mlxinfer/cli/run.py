@@ -68,7 +68,12 @@ def tell_apart(words: tuple[str, ...], model: str | None) -> Words:
     metavar="FOLDER",
     help="Use the model with the adapter in this folder.",
 )
-@click.option("--resume", metavar="ID", help="Go on with a conversation of `mlxinfer chats ls`; `last` is the newest.")
+@click.option(
+    "--resume",
+    metavar="ID",
+    type=options.ConversationId(),
+    help="Go on with a conversation of `mlxinfer chats ls`; `last` is the newest.",
+)
 @click.option("--private", is_flag=True, help="Keep nothing of this chat.")
 @click.option("--raw", is_flag=True, help="No chat template: continue the text as it stands.")
 @options.engine_options

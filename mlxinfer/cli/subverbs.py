@@ -25,6 +25,8 @@ class Subverbs(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._verbs:
+            if ctx.resilient_parsing:  # a shell asks what could follow; nothing
+                return None
             raise click.UsageError(f"no such command {cmd_name!r}{output.did_you_mean(cmd_name, self._verbs)}", ctx=ctx)
         module, _, attribute = self._verbs[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
