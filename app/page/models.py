@@ -60,14 +60,14 @@ class _Panel:
         memory = html("memory", WHILE_SEEN, server_functions=[pulse])
         parts: dict[str, Any] = {"notice": html("notice", "", visible=False)}
         with gr.Row(equal_height=False):
-            with gr.Column(scale=3, min_width=320):
-                with gr.Row():
-                    text = gr.Textbox(
-                        label=words("models_filter"), placeholder=words("models_filter_hint"), elem_id="models-filter"
-                    )
-                    only = gr.Checkbox(label=words("models_only_here"), elem_id="models-only-here")
+            with gr.Column(scale=7, min_width=320):
+                text = gr.Textbox(
+                    label=words("models_filter"), placeholder=words("models_filter_hint"), max_lines=1,
+                    elem_id="models-filter",
+                )  # fmt: skip
+                only = gr.Checkbox(label=words("models_only_here"), elem_id="models-only-here")
                 parts["table"] = html("table", ON_BUTTON)
-            with gr.Column(scale=2, min_width=300):
+            with gr.Column(scale=3, min_width=280):
                 parts["detail"] = html("detail", ON_BUTTON)
                 parts |= self._build_actions()
                 yes, no = parts.pop("yes"), parts.pop("no")
