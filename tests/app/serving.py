@@ -87,7 +87,7 @@ def browser() -> Iterator[Any]:
 def tab(app: App, browser: Any, *, width: int = 1280, locale: str = "en-US", **more: Any) -> Iterator[Any]:
     """A page of its own, let in by the link. Asserts at the end that it asked no other machine and nothing failed."""
     context = browser.new_context(viewport={"width": width, "height": 844}, locale=locale, **more)
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(60_000)
     opened = context.new_page()
     foreign, broken = list[str](), list[str]()
     opened.on("request", lambda request: _note_foreign(app, request.url, foreign))
@@ -109,8 +109,8 @@ def _note_foreign(app: App, url: str, foreign: list[str]) -> None:
 
 
 def ready(page: Any) -> None:
-    """The page's own script has named its controls."""
-    page.wait_for_selector("#composer textarea[aria-label]")
+    """The page has loaded, and its own script has named its controls."""
+    page.wait_for_selector("#composer textarea[aria-label]:not([disabled])")
     page.wait_for_selector("#listing ul, #listing .nothing")
 
 

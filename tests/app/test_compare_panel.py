@@ -40,7 +40,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 def opened(host: Host, browser: Any, tab: str = "Compare", **options: Any) -> Any:
     page = browser.new_page(**({"viewport": {"width": 1280, "height": 900}} | options))
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(90_000)
     page.goto(host.url)
     page.get_by_role("tab", name=tab).click()
     return page
@@ -57,7 +57,7 @@ def page(host: Host, browser: Any) -> Iterator[Any]:
     assert problems == []
 
 
-def until(true: Callable[[], object], timeout: float = 30.0) -> None:
+def until(true: Callable[[], object], timeout: float = 90.0) -> None:
     ends = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < ends, "it did not come true"

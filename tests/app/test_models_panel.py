@@ -57,7 +57,7 @@ def host(folder: Path, hub: FakeHub) -> Iterator[Host]:
 @pytest.fixture
 def page(host: Host, browser: Any) -> Iterator[Any]:
     made = browser.new_page(viewport={"width": 1280, "height": 900})
-    made.set_default_timeout(30_000)
+    made.set_default_timeout(90_000)
     requests: list[str] = []
     problems: list[str] = []
     made.on("request", lambda request: requests.append(request.url))
@@ -86,7 +86,7 @@ def state(page: Any, name: str, text: str) -> None:
     row(page, name).locator("td.state", has_text=text).wait_for()
 
 
-def until(true: Callable[[], object], timeout: float = 30.0) -> None:
+def until(true: Callable[[], object], timeout: float = 90.0) -> None:
     ends = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < ends, "it did not come true"
