@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import shutil
@@ -94,7 +95,8 @@ def _remove_hub(repo: str, revision: str | None, file: str) -> int:
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        cached = next((r for r in scan_cache_dir(hub_cache()).repos if r.repo_id == repo), None)
+        cache = scan_cache_dir(hub_cache())
+        cached = next((r for r in cache.repos if r.repo_id == repo), None)
         if cached is None:
             return partial
         wanted = [
@@ -102,7 +104,8 @@ def _remove_hub(repo: str, revision: str | None, file: str) -> int:
         ]
         if not wanted:
             return partial
-        strategy = scan_cache_dir(hub_cache()).delete_revisions(*wanted)
+        # Of this repository alone: a copy of it under another name has the same commits.
+        strategy = dataclasses.replace(cache, repos=frozenset({cached})).delete_revisions(*wanted)
     except CacheNotFound:
         return partial
     strategy.execute()

@@ -93,31 +93,6 @@ def until(true: Callable[[], object], timeout: float = 90.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_model_is_deleted_after_a_question_and_the_users_own_folder_never(
-    page: Any, host: Host, hub: FakeHub, folder: Path
-) -> None:
-    hub.repos["org/small"] = model_repo()
-    host.context.library.pull("org/small")
-    row(page, "org/small").wait_for()
-    choose(page, "org/small")
-    page.locator("#models-delete").click()
-    page.locator("#models-question", has_text="org/small").wait_for()
-    page.locator("#models-no").click()
-    page.locator("#models-confirm").wait_for(state="hidden")
-    assert row(page, "org/small").count() == 1
-    page.locator("#models-delete").click()
-    page.locator("#models-yes").click()
-    page.locator(
-        "#models-notice", has_text=re.compile(r"org/small was deleted; [\d.]+ [kM]B are free again")
-    ).wait_for()
-    until(lambda: row(page, "org/small").count() == 0)
-    choose(page, "base")
-    page.locator("#models-delete").click()
-    page.locator("#models-yes").click()
-    page.locator("#models-notice [role=alert]", has_text="is your own folder").wait_for()
-    assert (folder / "base" / "model.safetensors").exists()
-
-
 def test_a_verdict_with_bytes_context_and_speed_stands_there_before_anything_is_loaded(page: Any) -> None:
     assert re.search(r"yes\s*[\d,.]+ tok/s", row(page, "base").locator("td.fit").inner_text())
     assert "no" in page.locator("#models-table td.fit .badge.no").first.inner_text()
@@ -196,6 +171,29 @@ def test_a_pull_whose_connection_drops_goes_on_where_it_stopped_when_it_is_resum
     page.get_by_role("button", name="Resume: org/dropped").click()
     state(page, "org/dropped", "here")
     assert [get.range for get in hub.gets("/cdn/org/dropped")[before:]] == ["bytes=5000000-"]
+
+
+def test_a_model_is_deleted_after_a_question_and_the_users_own_folder_never(
+    page: Any, host: Host, hub: FakeHub, folder: Path
+) -> None:
+    hub.repos["org/small"] = model_repo()
+    host.context.library.pull("org/small")
+    row(page, "org/small").wait_for()
+    choose(page, "org/small")
+    page.locator("#models-delete").click()
+    page.locator("#models-question", has_text="org/small").wait_for()
+    page.locator("#models-no").click()
+    page.locator("#models-confirm").wait_for(state="hidden")
+    assert row(page, "org/small").count() == 1
+    page.locator("#models-delete").click()
+    page.locator("#models-yes").click()
+    page.locator("#models-notice", has_text=re.compile(r"org/small was deleted; 2\.1 MB are free again")).wait_for()
+    until(lambda: row(page, "org/small").count() == 0)
+    choose(page, "base")
+    page.locator("#models-delete").click()
+    page.locator("#models-yes").click()
+    page.locator("#models-notice [role=alert]", has_text="is your own folder").wait_for()
+    assert (folder / "base" / "model.safetensors").exists()
 
 
 def test_an_adapter_is_added_shown_as_a_name_of_its_own_and_taken_off(page: Any, host: Host, folder: Path) -> None:

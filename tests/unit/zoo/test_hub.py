@@ -421,3 +421,13 @@ def test_a_partial_file_that_is_no_file_of_ours_is_replaced(
         put_odd(partial, kind)
     assert (zoo.pull(NAME, settings).path / "model.safetensors").read_bytes() == data
     assert mine.read_bytes() == b"of the user"
+
+
+def test_removing_a_model_leaves_its_copy_under_another_name(hub: FakeHub, settings: Settings) -> None:
+    names = [f"org/copy{number}" for number in range(6)]
+    for name in names:
+        hub.repos[name] = model_repo()  # all of the same commit, as a repository and its duplicates are
+        zoo.pull(name, settings)
+    for at, name in enumerate(names):
+        zoo.remove(name, settings)
+        assert [one.name for one in zoo.installed(settings)] == names[at + 1 :]
