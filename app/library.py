@@ -15,10 +15,8 @@ from mlxinfer.app.pulls import Pull, Pulls
 from mlxinfer.errors import InvalidRequestError, MlxinferError, ModelNotFoundError, ModelsBusyError, OfflineError
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from mlxinfer.config import Settings
-    from mlxinfer.pool import Lease, ModelPool, ModelStatus
+    from mlxinfer.pool import ModelPool, ModelStatus
     from mlxinfer.zoo import CatalogEntry, FitReport, ModelCard, ModelFiles
 
 __all__ = ["Library", "MemoryBar", "Offer", "Pull"]
@@ -234,7 +232,7 @@ class Library:
         Raises as `use`, and for a while the error of a load that failed.
         """
         self.use(name)
-        self._pool.request(name).add_done_callback(_let_go)
+        self._pool.preload(name)
 
     def unload(self, name: str) -> None:
         """Raises ModelsBusyError when it is at work. Nothing happens when it isn't loaded."""
@@ -340,8 +338,3 @@ def _now(offer: Offer, status: ModelStatus | None, adapters: tuple[str, ...]) ->
         offer, state=status.state, error=offer.error or status.error or "", pinned=status.pinned, adapters=adapters,
         at_work=status.running + status.waiting > 0,
     )  # fmt: skip
-
-
-def _let_go(future: Future[Lease]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().release()

@@ -8,6 +8,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer.app import door, mount
+from mlxinfer.app.comparisons import Comparisons
 from mlxinfer.app.library import Library
 from mlxinfer.app.page.context import House
 from mlxinfer.app.replies import Replies
@@ -40,6 +41,7 @@ def opened(pool: ModelPool, settings: Settings) -> Iterator[House]:
     found = open_store(settings.data_dir / STORE)
     store, library = found.store, Library(pool, settings)
     replies = Replies(pool, store)
+    comparisons = Comparisons(pool, store, replies, library)
     try:
         store.purge(older_than_s=DELETED_S)
         yield House(
@@ -47,12 +49,14 @@ def opened(pool: ModelPool, settings: Settings) -> Iterator[House]:
             store=store,
             replies=replies,
             library=library,
+            comparisons=comparisons,
             settings=settings,
             uploads=uploads,
             notice=found.notice,
         )
     finally:
         library.close()
+        comparisons.close()
         replies.close()
         store.close()
         shutil.rmtree(uploads, ignore_errors=True)

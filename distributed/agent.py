@@ -7,7 +7,6 @@ connection ends, so do the ranks that were started over it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import platform
@@ -20,6 +19,7 @@ from mlxinfer import __version__, runtime, upstream
 from mlxinfer.distributed.frames import Channel, ChannelError
 from mlxinfer.distributed.ranks import Here
 from mlxinfer.errors import InvalidRequestError, MlxinferError
+from mlxinfer.formats.files import sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -181,7 +181,7 @@ class _Session:
             if body.get("sum"):
                 os.fsync(file.fileno())
         if wanted := body.get("sum"):
-            if (found := _sum_of(coming)) != wanted:
+            if (found := sha256_of(coming)) != wanted:
                 coming.unlink()
                 raise InvalidRequestError(f"{name} arrived damaged: {found[:12]}… where {str(wanted)[:12]}… was sent")
             os.replace(coming, folder / name)
@@ -212,12 +212,4 @@ def _found(folder: Path) -> Iterator[tuple[str, Any]]:
         if file.suffix == ".part":
             yield file.name.removesuffix(".part"), {"bytes": file.stat().st_size, "sum": ""}
         elif _FILE.fullmatch(file.name):
-            yield file.name, {"bytes": file.stat().st_size, "sum": _sum_of(file)}
-
-
-def _sum_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+            yield file.name, {"bytes": file.stat().st_size, "sum": sha256_of(file)}

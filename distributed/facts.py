@@ -90,11 +90,11 @@ def facts_of(config: Mapping[str, Any], name: str = "") -> ModelFacts:
         kv_bytes_per_token=2 * kv_heads * head_dim * width,
         parameters=parameters,
         tensor=hasattr(model, "shard"),
-        pipeline=_pipelined(model) is not None,
+        pipeline=pipelined(model) is not None,
     )
 
 
-def _pipelined(model: nn.Module) -> Any:
+def pipelined(model: nn.Module) -> Any:
     """The module that holds the layers and can let go of some, or None."""
     inner: Any = getattr(model, "model", None) or getattr(model, "language_model", None)
     return inner if inner is not None and hasattr(inner, "pipeline") else None

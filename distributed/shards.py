@@ -7,7 +7,6 @@ safetensors files of at most about FILE_BYTES. Cutting reads lazily: it takes th
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -18,10 +17,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxinfer import upstream
-from mlxinfer.distributed.facts import PretendGroup
+from mlxinfer.distributed.facts import PretendGroup, pipelined
 from mlxinfer.engine.dtypes import apply_dtype_policy
+from mlxinfer.engine.fingerprint import fingerprint
 from mlxinfer.errors import ConversionError, InvalidRequestError, ModelFileError, UnsupportedModelError
-from mlxinfer.formats.files import json_bytes, read_json_object, replace_file
+from mlxinfer.formats.files import json_bytes, read_json_object, replace_file, sha256_of
 from mlxinfer.formats.safetensors import check_dtypes, check_safetensors, shard_files
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 MANIFEST = "shard.json"
 FILE_BYTES = 1 << 30
-READ_BYTES = 1 << 20
 KEPT = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -57,9 +56,9 @@ def cut(source: Path, part: Part, target: Path) -> Path:
     InvalidRequestError where the model can't be cut like that, ConversionError where the disk says no.
     """
     folder = target / part.name
-    fingerprint = _fingerprint(source)
+    of = fingerprint("folder", source, {})
     with contextlib.suppress(ModelFileError):
-        if (_manifest(folder) or {}).get("source") == fingerprint and not damaged(folder):
+        if (_manifest(folder) or {}).get("source") == of and not damaged(folder):
             return folder
     files = shard_files(source)
     check_dtypes({name: info for file in files for name, info in check_safetensors(file).items()}, str(source))
@@ -78,7 +77,7 @@ def cut(source: Path, part: Part, target: Path) -> Path:
             if name != "config.json" and (source / name).is_file():
                 shutil.copyfile(source / name, work / name)
         replace_file(work / "config.json", json_bytes(config))
-        about = {"part": asdict(part), "source": fingerprint, "packed": packed, "files": sums}
+        about = {"part": asdict(part), "source": of, "packed": packed, "files": sums}
         replace_file(work / MANIFEST, json_bytes(about))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(work, folder)
@@ -155,12 +154,6 @@ def split(model: nn.Module, part: Part, group: Any) -> set[str]:
     return names if part.kind == "tensor" or part.size == 1 else {name for name in names if _needed(name, part)}
 
 
-def pipelined(model: nn.Module) -> Any:
-    """The module that holds the layers and can let go of some, or None."""
-    inner: Any = getattr(model, "model", None) or getattr(model, "language_model", None)
-    return inner if inner is not None and hasattr(inner, "pipeline") else None
-
-
 def _needed(name: str, part: Part) -> bool:
     """Of a stage: its layers; the first one embeds, the last one, rank 0, has the head, which may be the embedding."""
     if ".layers." in name:
@@ -193,7 +186,7 @@ def _write(weights: dict[str, mx.array], folder: Path) -> dict[str, str]:
             mx.save_safetensors(str(folder / name), batch, metadata={"format": "mlx"})
             with (folder / name).open("rb+") as file:
                 os.fsync(file.fileno())
-            sums[name] = _sum_of(folder / name)
+            sums[name] = sha256_of(folder / name)
             batch.clear()
 
     for name in sorted(weights):
@@ -211,7 +204,7 @@ def damaged(folder: Path) -> str:
         return f"{MANIFEST} is missing"
     for name, wanted in about["files"].items():
         try:
-            found = _sum_of(folder / name)
+            found = sha256_of(folder / name)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
         if found != wanted:
@@ -238,20 +231,3 @@ def _part_of(about: dict[str, Any], folder: Path) -> Part:
     if part.kind not in ("tensor", "pipeline") or not 0 <= part.rank < part.size:
         raise ModelFileError(f"{folder / MANIFEST} says of no part what it is: {part.name:.100}")
     return part
-
-
-def _fingerprint(source: Path) -> str:
-    """Of the model's files, by name, size and time: what was cut from others is cut again."""
-    digest = hashlib.sha256()
-    for file in [source / "config.json", *shard_files(source)]:
-        found = file.stat()
-        digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
-def _sum_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import threading
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mlxinfer.distributed.agent import CHUNK
 from mlxinfer.distributed.frames import Channel, ChannelError
 from mlxinfer.distributed.ranks import RanksLostError
+from mlxinfer.distributed.shards import MANIFEST
 from mlxinfer.errors import EngineError
+from mlxinfer.formats.files import sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -82,23 +83,17 @@ class There:
         """See to it that the part in `folder` is there whole; the folder's name there. Goes on where it broke off."""
         have: dict[str, Any] = self.ask("have", part=part)
         # The manifest comes last: a part that is not whole is none.
-        files = sorted(
-            (file for file in folder.iterdir() if file.is_file()), key=lambda f: (f.name == "shard.json", f.name)
-        )
+        files = sorted(folder.iterdir(), key=lambda file: (file.name == MANIFEST, file.name))
         total, done = sum(file.stat().st_size for file in files), 0
         for file in files:
             done = self._bring_file(part, file, have.get(file.name) or {"bytes": 0, "sum": ""}, done, total, progress)
         return str(self.ask("folder", part=part))
 
     def _bring_file(self, part: str, path: Path, have: Mapping[str, Any], done: int, total: int, progress: Any) -> int:
-        size = path.stat().st_size
-        digest = hashlib.sha256()
+        size, wanted = path.stat().st_size, sha256_of(path)
+        if have["sum"] == wanted:
+            return done + size
         with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-            wanted = digest.hexdigest()
-            if have["sum"] == wanted:
-                return done + size
             at = have["bytes"] if not have["sum"] and have["bytes"] <= size else 0
             file.seek(at)
             while True:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from mlxinfer.errors import MlxinferError
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from mlxinfer.app.page.context import House
-    from mlxinfer.pool import Lease
 
 
 def first(house: House) -> str:
@@ -23,16 +21,8 @@ def first(house: House) -> str:
 
 def load(house: House, name: str) -> None:
     """Have a model loaded on the pool's thread. What goes wrong is told by the first reply that needs it."""
-    try:
-        house.library.use(name)
-        house.pool.request(name).add_done_callback(_release)
-    except MlxinferError:
-        return
-
-
-def _release(future: Future[Lease]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().release()
+    with contextlib.suppress(MlxinferError):
+        house.library.load(name)
 
 
 def status(house: House, name: str) -> str:

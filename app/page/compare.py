@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from mlxinfer.app.comparisons import Comparisons, Question
+from mlxinfer.app.comparisons import Question
 from mlxinfer.app.page import compare_view
 from mlxinfer.app.page.models_view import notice
 from mlxinfer.app.page.panels import ON_BUTTON, QUICK, WHILE_SEEN, pressed, style
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mlxinfer.app.page.panels import PanelContext
-    from mlxinfer.app.page.texts import Texts
 
 SAMPLING: dict[str, tuple[float, float | None]] = {
     # Value, and step of what is no whole number. All are sent: a default that is the model's own would differ between
@@ -37,8 +36,7 @@ def panel(context: PanelContext, opened: gr.Textbox | None = None) -> None:
 
     `opened` is given the id of the conversation that a reply was made one by "continue this one as a chat".
     """
-    comparisons = Comparisons(context.pool, context.store, context.replies, context.library)
-    _Panel(comparisons, context, context.texts).build(opened)
+    _Panel(context).build(opened)
 
 
 @dataclass
@@ -51,8 +49,8 @@ class _Seen:
 
 
 class _Panel:
-    def __init__(self, comparisons: Comparisons, context: PanelContext, words: Texts) -> None:
-        self.comparisons, self.library, self.words = comparisons, context.library, words
+    def __init__(self, context: PanelContext) -> None:
+        self.comparisons, self.library, self.words = context.comparisons, context.library, context.texts
 
     # Components
 

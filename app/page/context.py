@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mlxinfer.app.comparisons import Comparisons
     from mlxinfer.app.library import Library
     from mlxinfer.app.page.texts import Texts
     from mlxinfer.app.replies import Replies
@@ -24,6 +25,7 @@ class House:
     store: Store
     replies: Replies
     library: Library
+    comparisons: Comparisons
     settings: Settings
     uploads: Path
     """The folder that the browser's uploads arrive in."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import gradio as gr
 
+    from mlxinfer.app.comparisons import Comparisons
     from mlxinfer.app.library import Library
     from mlxinfer.app.page.texts import Texts
     from mlxinfer.app.replies import Replies
@@ -64,6 +65,8 @@ class PanelContext(Protocol):
     def replies(self) -> Replies: ...
     @property
     def library(self) -> Library: ...
+    @property
+    def comparisons(self) -> Comparisons: ...
     @property
     def texts(self) -> Texts: ...
 

@@ -116,7 +116,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "pull_progress": ("Progress of {name}", "{name} の進み具合"),
     # Compare
     "compare_prompt": ("One prompt for both", "両方に送るプロンプト"),
-    "compare_prompt_hint": ("Enter compares, Shift+Enter begins a new line.", "Enter で比較、Shift+Enter で改行。"),
+    "compare_prompt_hint": ("Enter compares.", "Enter で比較。"),
     "compare_system": ("System prompt of both", "両方のシステムプロンプト"),
     "compare_left": ("Left model", "左のモデル"),
     "compare_right": ("Right model", "右のモデル"),

@@ -21,7 +21,7 @@ def agent(file: Path, node: str, parts: Path | None, as_json: bool) -> None:
 
     cluster = cluster_file.read(file)
     own = cluster.node(node)
-    where = parts or clusters.settings_of().cache_dir / "parts"
+    where = parts or options.settings_of().cache_dir / "parts"
     running = Agent(own.host, own.port, cluster.secret, where)
     if as_json:
         output.emit_json({"node": node, "host": own.host, "port": running.port})

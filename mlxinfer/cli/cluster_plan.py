@@ -26,7 +26,7 @@ def plan(model: str, file: Path, ctx: int, objective: Any, kinds: tuple[str, ...
     from mlxinfer.distributed import cluster_file, planning
     from mlxinfer.formats.files import read_json_object
 
-    folder = clusters.folder_of(model, clusters.settings_of())
+    folder = clusters.folder_of(model, options.settings_of())
     config = read_json_object(folder / "config.json") or {}
     found = planning.plan(
         cluster_file.read(file), config, name=folder.name, context=ctx, objective=objective, wifi=wifi

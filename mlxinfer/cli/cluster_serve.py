@@ -40,7 +40,7 @@ def serve(
     from mlxinfer.distributed.serving import Spread, load_over
     from mlxinfer.pool import ModelPool
 
-    settings = clusters.settings_of(ctx=ctx, **flags)
+    settings = options.settings_of(ctx=ctx, **flags)
     cluster = cluster_file.read(file)
     access = single.access(settings, 1)
     single.check_address(settings, access)

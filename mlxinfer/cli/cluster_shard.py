@@ -32,7 +32,7 @@ def shard(
     size = tensor or len(split)
     if rank is not None and rank >= size:
         raise click.UsageError(f"--rank {rank}: there are {size}, the first is 0")
-    folder = clusters.folder_of(model, clusters.settings_of())
+    folder = clusters.folder_of(model, options.settings_of())
     made: list[dict[str, object]] = []
     for number in range(size) if rank is None else (rank,):
         part = cut(folder, Part("tensor" if tensor else "pipeline", number, size, split), destination)

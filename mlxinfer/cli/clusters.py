@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxinfer.cli import options, output, progress
+from mlxinfer.cli import output, progress
 from mlxinfer.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -84,7 +84,3 @@ def _figures(made: Plan) -> tuple[str, ...]:
         f"{made.ttft_s:.2f} s",
         ", ".join(f"{size / 1e9:.1f}" for size in dict.fromkeys(made.bytes_per_rank)),
     )
-
-
-def settings_of(**flags: Any) -> Settings:
-    return options.settings_of(**flags)

@@ -163,12 +163,11 @@ class Engine:
         except RowsLostError as error:
             log.warning("%s", error)
             self._recover(error)
-            return True
         except Exception as error:
             # The worker's edge: whatever failed, every open request goes on or gets its one terminal event.
             log.exception("a step failed")
             self._recover(error)
-            return True
+        return True
 
     def _step(self) -> bool:
         self._releasing = tuple(self.state.release)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -65,6 +66,12 @@ def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] 
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} holds a {type(value).__name__}; an object is expected")
     return value
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes, in hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_bytes(value: Any, indent: int | None = None) -> bytes:

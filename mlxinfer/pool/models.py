@@ -122,6 +122,10 @@ class ModelPool:
             self.abandon(future)
             raise
 
+    def preload(self, name: str) -> None:
+        """Begin to load a model that somebody will want. Raises as `request`; what loading raises `status` tells."""
+        self.request(name).add_done_callback(_release_result)
+
     @contextlib.contextmanager
     def lease(self, name: str) -> Iterator[LLM]:
         """The model, loaded, for the length of a `with` block; InvalidRequestError for one that writes no text."""

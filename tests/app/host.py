@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mlxinfer.app.comparisons import Comparisons
 from mlxinfer.app.library import Library
 from mlxinfer.app.page.texts import Texts
 from mlxinfer.app.replies import Replies
@@ -17,10 +17,9 @@ from mlxinfer.config import Settings
 from mlxinfer.pool import Machine, ModelPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 GRADIO_LEAKS = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -36,6 +35,7 @@ class Context:
     store: Store
     replies: Replies
     library: Library
+    comparisons: Comparisons
     settings: Settings
     texts: Texts
 
@@ -59,7 +59,9 @@ def serve(folder: Path, models: Mapping[str, str], lang: str = "en") -> Host:
 
     settings = Settings(cache_dir=folder / "cache", data_dir=folder / "data")
     pool, store = ModelPool(models, Machine(settings)), open_store(folder / "chats.db").store
-    context = Context(pool, store, Replies(pool, store), Library(pool, settings), settings, Texts(lang))
+    replies, library = Replies(pool, store), Library(pool, settings)
+    comparisons = Comparisons(pool, store, replies, library)
+    context = Context(pool, store, replies, library, comparisons, settings, Texts(lang))
     with gr.Blocks(title="panels", analytics_enabled=False) as page:
         opened = gr.Textbox(label="opened", elem_id="opened")
         with gr.Tabs():
@@ -84,21 +86,9 @@ def serve(folder: Path, models: Mapping[str, str], lang: str = "en") -> Host:
     def close() -> None:
         page.close(verbose=False)
         context.library.close()
+        context.comparisons.close()
         context.replies.close()
         pool.close()
         store.close()
 
     return Host(context, url, close, page)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium; skipped where there is none."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()

@@ -10,7 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.adapters import write_adapter
-from tests.app.host import GRADIO_LEAKS, Host, browser, serve
+from tests.app.host import GRADIO_LEAKS, Host, serve
 from tests.unit.zoo.fake_hub import FakeHub
 from tests.unit.zoo.models import model_repo, safetensors
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["browser"]
 pytestmark = GRADIO_LEAKS
 BIG = safetensors(weight=(2048, 1024))
 EVIL = "<img src=x onerror=alert(1)>"

@@ -10,7 +10,6 @@ import pytest
 from mlxinfer.app.comparisons import Comparison, Comparisons, Question, same_until
 from mlxinfer.app.library import Library
 from mlxinfer.app.replies import Replies
-from mlxinfer.app.store import Store, open_store
 from mlxinfer.config import Settings
 from mlxinfer.errors import InvalidRequestError, ModelNotFoundError
 from mlxinfer.pool import Machine, ModelPool
@@ -20,6 +19,8 @@ from tests.adapters import write_adapter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from mlxinfer.app.store import Store
 
 LONG = {"temperature": 0.0, "max_tokens": 1500, "stop": ["\0"]}
 SHORT = {"temperature": 0.9, "seed": 3, "max_tokens": 30}
@@ -51,22 +52,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelPool]:
     made.close()
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = open_store(tmp_path / "chats.db").store
-    yield made
-    made.close()
-
-
 def comparisons_of(pool: ModelPool, store: Store, replies: Replies) -> Comparisons:
     return Comparisons(pool, store, replies, Library(pool, Settings()))
-
-
-@pytest.fixture
-def replies(pool: ModelPool, store: Store) -> Iterator[Replies]:
-    made = Replies(pool, store)
-    yield made
-    made.close()
 
 
 @pytest.fixture

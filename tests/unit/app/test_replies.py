@@ -10,7 +10,7 @@ import pytest
 
 from mlxinfer.app.prompts import params_of, task_of
 from mlxinfer.app.replies import Live, Replies, Shown
-from mlxinfer.app.store import Conversation, Message, Store, open_store
+from mlxinfer.app.store import Conversation, Message, Store
 from mlxinfer.config import Settings
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.pool import Machine, ModelPool
@@ -25,20 +25,6 @@ if TYPE_CHECKING:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelPool]:
     folder = tiny.write_folder(tmp_path_factory.mktemp("tiny"))
     made = ModelPool({"tiny": str(folder), "gone": str(folder / "nowhere")}, Machine(Settings()))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = open_store(tmp_path / "chats.db").store
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def replies(pool: ModelPool, store: Store) -> Iterator[Replies]:
-    made = Replies(pool, store)
     yield made
     made.close()
 

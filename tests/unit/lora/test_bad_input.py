@@ -19,18 +19,10 @@ from mlxinfer.lora.objectives import batches_of
 from mlxinfer.lora.options import read_file
 from mlxinfer.lora.types import Example, Judged
 from mlxinfer.tokenizer import Tokenizer
-from tests import tiny
 from tests.unit.lora.rows import model, rows
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "tiny"
-    tiny.write_folder(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,9 @@ from mlxinfer.config import load_settings
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.lora.base import Base
 from mlxinfer.lora.job import fine_tune, held_out, open_run, plan_of
-from tests import tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "tiny"
-    tiny.write_folder(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mlxinfer.app.comparisons import Comparisons
 from mlxinfer.app.library import Library
 from mlxinfer.app.page.context import House, PageContext
 from mlxinfer.app.page.rows import EMPTY, foot_of, rows_of, rows_of_shown, transcript
@@ -28,11 +29,14 @@ def context(tmp_path: Path) -> Iterator[PageContext]:
     settings = Settings(cache_dir=tmp_path / "cache", data_dir=tmp_path)
     pool = ModelPool({}, Machine(settings))
     store = open_store(tmp_path / "chats.db").store
+    replies, library = Replies(pool, store), Library(pool, settings)
+    comparisons = Comparisons(pool, store, replies, library)
     house = House(
-        pool=pool, store=store, replies=Replies(pool, store), library=Library(pool, settings), settings=settings,
+        pool=pool, store=store, replies=replies, library=library, comparisons=comparisons, settings=settings,
         uploads=tmp_path,
     )  # fmt: skip
     yield PageContext.of(house, EN, ("en",))
+    comparisons.close()
     store.close()
     pool.close()
 
