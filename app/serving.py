@@ -12,7 +12,7 @@ from mlxinfer.app.comparisons import Comparisons
 from mlxinfer.app.library import Library
 from mlxinfer.app.page.context import House
 from mlxinfer.app.replies import Replies
-from mlxinfer.app.store import open_store
+from mlxinfer.app.store import FILE, open_store
 from mlxinfer.errors import StoreError
 from mlxinfer.server.run import serve
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mlxinfer.config import Settings
     from mlxinfer.pool import ModelPool
 
-STORE = "chats.db"
 DELETED_S = 30 * 86400.0
 """How long a deleted conversation can be brought back."""
 GRACE_S = 1.0
@@ -38,7 +37,7 @@ def opened(pool: ModelPool, settings: Settings) -> Iterator[House]:
     except OSError as error:
         raise StoreError(f"the folder of uploads below {settings.cache_dir} cannot be made: {error}") from error
     mount.prepare_gradio(uploads)
-    found = open_store(settings.data_dir / STORE)
+    found = open_store(settings.data_dir / FILE)
     store, library = found.store, Library(pool, settings)
     replies = Replies(pool, store)
     comparisons = Comparisons(pool, store, replies, library)

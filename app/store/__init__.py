@@ -5,8 +5,8 @@ chat = store.create("smollm2-135m")
 store.add(chat.id, "user", "Hi")
 """
 
-from mlxinfer.app.store.opening import Opened, open_store
+from mlxinfer.app.store.opening import FILE, Opened, open_store
 from mlxinfer.app.store.records import Conversation, Hit, Message
 from mlxinfer.app.store.store import Store
 
-__all__ = ["Conversation", "Hit", "Message", "Opened", "Store", "open_store"]
+__all__ = ["FILE", "Conversation", "Hit", "Message", "Opened", "Store", "open_store"]

@@ -16,6 +16,8 @@ from mlxinfer.errors import StoreError
 if TYPE_CHECKING:
     from pathlib import Path
 
+FILE = "chats.db"
+"""In the data folder."""
 WAIT_S = 10.0
 """How long a write waits for that of another process."""
 

@@ -37,9 +37,9 @@ id_argument = click.argument("conversation", metavar="ID", type=options.Conversa
 
 def opened() -> Store:
     """The store of this user; says so where a damaged file was set aside."""
-    from mlxinfer.app.store import open_store
+    from mlxinfer.app.store import FILE, open_store
 
-    found = open_store(options.settings_of().data_dir / options.STORE)
+    found = open_store(options.settings_of().data_dir / FILE)
     if found.notice:
         output.say(found.notice)
     return found.store

@@ -41,8 +41,6 @@ class InstalledName(ModelName):
         return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
-STORE = "chats.db"
-"""In the data folder: the conversations."""
 ID_SHOWN = 8
 """Characters of an id in a list; any beginning that is unique names a conversation."""
 
@@ -53,11 +51,12 @@ class ConversationId(click.ParamType):
     name = "id"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from mlxinfer.app.store import FILE
         from mlxinfer.app.store.peek import recent
         from mlxinfer.cli import output
 
         try:
-            file = load_settings().data_dir / STORE
+            file = load_settings().data_dir / FILE
         except MlxinferError:
             return []
         found = recent(file, incomplete, deleted=bool(ctx.params.get("undo")))
