@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from axe_core_python.sync_playwright import Axe
 
 from mlxinfer.app.comparisons import same_until
 from tests import tiny
@@ -190,8 +191,7 @@ def test_what_cannot_be_compared_is_said(page: Any) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_no_serious_fault_of_accessibility_in_either_panel(dark: bool, host: Host, browser: Any) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
+    axe = Axe()
     page = opened(host, browser, color_scheme="dark" if dark else "light")
     answered(page, temperature=0, max_tokens=30)
     faults: list[str] = []
@@ -202,7 +202,7 @@ def test_no_serious_fault_of_accessibility_in_either_panel(dark: bool, host: Hos
             page.locator("#models-detail h3").wait_for()
             page.locator("#models-adapters").wait_for()
         picture(page, f"{tab.lower()}-{'dark' if dark else 'light'}-1280")
-        found = Axe().run(page, context={"include": [["[role=tabpanel]"]]}).response["violations"]
+        found = axe.run(page, context={"include": [["[role=tabpanel]"]]})["violations"]
         faults += [
             f"{tab}: {one['id']}: {one['nodes'][0]['html'][:200]} {one['nodes'][0].get('failureSummary', '')[:300]}"
             for one in found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from axe_core_python.sync_playwright import Axe
 
 from tests.app.serving import brief, ready, tab
 
@@ -137,14 +138,13 @@ def test_keys_begin_a_chat_and_find_the_search(page: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(app: App, browser: Any, scheme: str) -> None:
-    axe = pytest.importorskip("axe_core_python.sync_playwright")
     with tab(app, browser, color_scheme=scheme) as page:
         page.goto(f"{app.base}/app/en/?chat={hostile_chat(app)}")
         ready(page)
         page.wait_for_selector("#tail .foot")
         page.click("#open-settings")
         page.wait_for_timeout(500)
-        found = axe.Axe().run(page)["violations"]
+        found = Axe().run(page)["violations"]
         serious = [
             (one["id"], [node["html"][:200] for node in one["nodes"]][:4])
             for one in found
