@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
 import re
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
-from mlxinfer import __version__, runtime, upstream
+from mlxinfer.distributed import machine
 from mlxinfer.distributed.frames import Channel, ChannelError
 from mlxinfer.distributed.ranks import Here
 from mlxinfer.errors import InvalidRequestError, MlxinferError
@@ -34,6 +34,7 @@ CHUNK = 4 << 20
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}/[a-z]+-[a-z0-9-]+-rank-[0-9]+-of-[0-9]+")
 """Model and part, the name of a folder below the agent's."""
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.(?:safetensors|json|jinja)")
+_HOST = re.compile(r"[A-Za-z0-9.:_-]{1,253}")
 _ADDRESS = re.compile(r"\[?[A-Za-z0-9.:_-]{1,253}\]?:[0-9]{1,5}")
 BACKENDS = ("ring", "jaccl", "any")
 
@@ -49,7 +50,8 @@ class Agent:
             raise InvalidRequestError(f"the agent cannot listen on {host}:{port}: {error}", param="host") from error
         self._secret, self._parts = secret, parts
         self._here = Here(host)
-        self._busy = threading.Lock()
+        self.coordinator: _Session | None = None
+        self._claiming = threading.Lock()
         self._closed = False
 
     @property
@@ -71,38 +73,45 @@ class Agent:
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
 
+    def claim(self, session: _Session) -> None:
+        """The one coordinator is `session` from now on. Raises InvalidRequestError while there is another."""
+        with self._claiming:
+            if self.coordinator not in (None, session):
+                raise InvalidRequestError("another coordinator is at work here")
+            self.coordinator = session
+
     def _serve(self, connection: socket.socket) -> None:
         try:
             channel = Channel(connection, self._secret.encode(), serving=True)
         except ChannelError as error:
             log.warning("refused: %s", error)
             return
-        if not self._busy.acquire(blocking=False):
-            with contextlib.suppress(ChannelError):
-                channel.receive(5.0)
-                channel.send({"error": "another coordinator is at work here"})
-            channel.close()
-            return
-        session = _Session(channel, self._here, self._secret, self._parts)
+        session = _Session(self, channel, self._here, self._secret, self._parts)
         try:
             session.run()
         finally:
             session.end()
-            self._busy.release()
+            with self._claiming:
+                if self.coordinator is session:
+                    self.coordinator = None
 
 
 class _Session:
-    """One coordinator's connection."""
+    """One connection. Any may look; the first that has something done is the coordinator until it ends."""
 
-    def __init__(self, channel: Channel, here: Here, secret: str, parts: Path) -> None:
+    def __init__(self, agent: Agent, channel: Channel, here: Here, secret: str, parts: Path) -> None:
+        self._agent = agent
         self._channel, self._here, self._secret, self._parts = channel, here, secret, parts
-        self._ranks: dict[int, Handle] = {}
+        self.ranks: dict[int, tuple[int, float, Handle]] = {}
+        """By the number of the start: which rank, since when, and its process."""
         self._made = 0
 
     def run(self) -> None:
         verbs: dict[str, Callable[[Any], Any]] = {
-            "hello": self._hello,
-            "port": lambda _: self._here.free_port(),
+            "hello": lambda _: machine.about(),
+            "clock": lambda _: time.time(),
+            "ranks": self._running,
+            "port": self._port,
             "folder": lambda body: str(self._folder(body["part"])),
             "have": self._have,
             "put": self._put,
@@ -131,23 +140,31 @@ class _Session:
 
     def end(self) -> None:
         """The ranks end with their coordinator."""
-        for handle in self._ranks.values():
+        for _, _, handle in self.ranks.values():
             handle.kill()
         self._channel.close()
 
     # Verbs
 
-    def _hello(self, _: Any) -> dict[str, Any]:
-        memory = runtime.memory()
-        return {
-            "version": __version__,
-            **upstream.versions(),
-            "python": platform.python_version(),
-            "os": runtime.os_name(),
-            "chip": runtime.chip_name() or platform.machine(),
-            "memory_gb": round(memory.budget / 1e9, 2),
-            "name": socket.gethostname(),
-        }
+    def _running(self, _: Any) -> list[dict[str, Any]]:
+        """Ranks of whoever coordinates: number, seconds since their start, resident bytes, how they ended."""
+        coordinator = self._agent.coordinator
+        held = [] if coordinator is None else list(coordinator.ranks.values())
+        return [
+            {
+                "rank": rank,
+                "for_s": round(time.monotonic() - since, 1),
+                "bytes": handle.resident(),
+                "ended": handle.ended(),
+            }
+            for rank, since, handle in held
+        ]
+
+    def _port(self, body: Any) -> int:
+        host = str(body.get("host") or "")
+        if host and not _HOST.fullmatch(host):
+            raise InvalidRequestError(f"{host!r:.100} is no address")
+        return self._here.free_port(host)
 
     def _folder(self, part: Any) -> Path:
         if not isinstance(part, str) or not _PART.fullmatch(part) or ".." in part:
@@ -163,6 +180,7 @@ class _Session:
         """The next bytes of a file, at `offset`; `last` moves it to its name if the sum is right."""
         # Whatever is wrong with the rest: they come next.
         data = self._channel.receive(30.0)
+        self._agent.claim(self)
         name, offset = body["file"], int(body["offset"])
         if not isinstance(name, str) or not _FILE.fullmatch(name):
             raise InvalidRequestError(f"{name!r:.100} is no name of a file of a part")
@@ -191,20 +209,21 @@ class _Session:
         connect, rank, backend = str(body["connect"]), int(body["rank"]), str(body.get("backend", "ring"))
         if not _ADDRESS.fullmatch(connect) or not 0 <= rank < 1024 or backend not in BACKENDS:
             raise InvalidRequestError(f"no rank can be started with {body!r:.200}")
+        self._agent.claim(self)
         arguments = ("--connect", connect, "--rank", str(rank))
         self._made += 1
-        environment = {"MLX_RANK": str(rank)}
-        self._ranks[self._made] = self._here.spawn(arguments, environment, str(body["hostfile"]), self._secret)
+        handle = self._here.spawn(arguments, {"MLX_RANK": str(rank)}, str(body["hostfile"]), self._secret)
+        self.ranks[self._made] = (rank, time.monotonic(), handle)
         return self._made
 
     def _kill(self, body: Any) -> None:
-        handle = self._ranks.pop(int(body["id"]), None)
-        if handle is not None:
-            handle.kill()
+        found = self.ranks.pop(int(body["id"]), None)
+        if found is not None:
+            found[2].kill()
 
     def _ended(self, body: Any) -> str:
-        handle = self._ranks.get(int(body["id"]))
-        return "it was ended" if handle is None else handle.ended()
+        found = self.ranks.get(int(body["id"]))
+        return "it was ended" if found is None else found[2].ended()
 
 
 def _found(folder: Path) -> Iterator[tuple[str, Any]]:

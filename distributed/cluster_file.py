@@ -44,6 +44,8 @@ class Node:
     chip: str = ""
     tflops: float = 0.0
     """In half precision: what prefill is bound by; 0: not known."""
+    command: str = ""
+    """mlxinfer's program there, where ssh doesn't find it by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,11 @@ class Cluster:
         found = (link for link in self.links if set(link.between) == {one, other})
         return tuple(sorted(found, key=lambda link: (link.kind == "wifi", -link.bandwidth_gb_s)))
 
+    def end(self, name: str, other: str, *, wifi: bool) -> str:
+        """The address of `name` on its best link to `other`; "" where there is none."""
+        links = [link for link in self.links_between(name, other) if wifi or link.kind != "wifi"]
+        return links[0].addresses[links[0].between.index(name)] if links else ""
+
 
 def read(path: Path) -> Cluster:
     """Raises InvalidRequestError that names file, table and field, for a file that others may read, too."""
@@ -94,19 +101,33 @@ def read(path: Path) -> Cluster:
         raise InvalidRequestError(f"{path} cannot be read: {error.strerror}", param="cluster") from error
     if len(data) > MAX_BYTES:
         raise InvalidRequestError(f"{path} is larger than {MAX_BYTES:,} bytes; it is no cluster.toml", param="cluster")
-    try:
-        table = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"{path} is no TOML: {error}", param="cluster") from error
+    found = parse(data, str(path))
     if shared:
         raise InvalidRequestError(
             f"{path} holds the cluster's secret and others may read it: chmod 600 {path}", param="cluster"
         )
-    return _Reader(str(path)).cluster(table)
+    return found
+
+
+def parse(data: bytes, name: str) -> Cluster:
+    """A file's content. Raises InvalidRequestError that names the file, the table and the field."""
+    try:
+        table = tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{name} is no TOML: {error}", param="cluster") from error
+    return _Reader(name).cluster(table)
 
 
 def write(path: Path, cluster: Cluster) -> None:
     """Atomic, for the owner's eyes only. Raises InvalidRequestError where the disk says no."""
+    try:
+        replace_file(path, dumps(cluster).encode(), mode=0o600)
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be written: {error.strerror}", param="cluster") from error
+
+
+def dumps(cluster: Cluster) -> str:
+    """The file's content; the secret is in it."""
     import tomlkit
 
     document = tomlkit.document()
@@ -123,10 +144,7 @@ def write(path: Path, cluster: Cluster) -> None:
             tables.append(table)
         if rows:
             document[name] = tables
-    try:
-        replace_file(path, tomlkit.dumps(document).encode(), mode=0o600)
-    except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be written: {error.strerror}", param="cluster") from error
+    return tomlkit.dumps(document)
 
 
 class _Reader:
@@ -156,9 +174,11 @@ class _Reader:
             self._refuse(f"{where}.name", f"is {name!r:.80}; letters, digits, dots, - and _ make a name")
         ssh = self._text(row, "ssh", where, "")
         host = self._text(row, "host", where)
-        for field, value in (("host", host), ("ssh", ssh)):
+        command = self._text(row, "command", where, "")
+        for field, value in (("host", host), ("ssh", ssh), ("command", command)):
             if value.startswith("-") or any(c.isspace() or not c.isprintable() for c in value):
-                self._refuse(f"{where}.{field}", f"is {value!r:.80}, which is no name of a machine")
+                what = "program" if field == "command" else "machine"
+                self._refuse(f"{where}.{field}", f"is {value!r:.80}, which is no name of a {what}")
         return Node(
             name,
             host,
@@ -168,6 +188,7 @@ class _Reader:
             ssh,
             self._text(row, "chip", where, ""),
             self._number(row, "tflops", where, 0.0),
+            command,
         )
 
     def _link(self, row: dict[str, Any], where: str, names: set[str]) -> Link:

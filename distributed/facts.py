@@ -46,6 +46,8 @@ class ModelFacts:
     num_kv_heads: int
     kv_bytes_per_token: int
     """In one layer."""
+    activation_bytes: int
+    """Of a number that goes between ranks."""
     parameters: int
     tensor: bool
     """Its code can be split by heads."""
@@ -88,6 +90,7 @@ def facts_of(config: Mapping[str, Any], name: str = "") -> ModelFacts:
         num_heads=heads,
         num_kv_heads=kv_heads,
         kv_bytes_per_token=2 * kv_heads * head_dim * width,
+        activation_bytes=width,
         parameters=parameters,
         tensor=hasattr(model, "shard"),
         pipeline=pipelined(model) is not None,

@@ -31,8 +31,7 @@ COMPUTE_SHARE = 0.5
 """Of the peak that prefill reaches."""
 FLOPS_PER_BYTE = 20.0
 """Prefill rate of a node whose tflops aren't known, in operations per byte of its memory's bandwidth."""
-ACTIVATION_BYTES = 2
-"""Of a number that goes between nodes."""
+TOKEN_BYTES = 4
 PROMPT = 1024
 """Tokens of the prompt whose TTFT is told."""
 MAX_ORDERED = 6
@@ -165,8 +164,8 @@ class _Planner:
         ring = self._ring(nodes)
         read = max(shard / _read_rate(node) for node, shard in zip(nodes, shards, strict=True))
         sums = 2 * self.facts.num_layers
-        one = self.facts.hidden_size * ACTIVATION_BYTES
-        step = read + sums * _all_reduce(ring, one)
+        one = self.facts.hidden_size * self.facts.activation_bytes
+        step = read + sums * _all_reduce(ring, one) + _all_reduce(ring, TOKEN_BYTES)
         compute = max(self._flops() / size / _compute_rate(node) for node in nodes)
         rate = 1 / step
         ttft = compute + sums * _all_reduce(ring, one * PROMPT)
@@ -212,10 +211,10 @@ class _Planner:
             times.append((held + (more if node is ranks[0] else 0)) / _read_rate(node))
             needs.append(sum(cost[at : at + count]) + more)
             at += count
-        hand = self.facts.hidden_size * ACTIVATION_BYTES
+        hand = self.facts.hidden_size * self.facts.activation_bytes
         hops = [_hop(link, hand) for link in links]
-        back = max(link.latency_us for link in links) * 1e-6
-        step = sum(times) + sum(hops) + back
+        # Tokens go from the last stage to the first, rank 0 to the last: neighbours in the ring.
+        step = sum(times) + sum(hops) + _hop(self._link(ranks[0], ranks[-1]), TOKEN_BYTES)
         slowest = max([*times, *hops])
         share = [count / self.facts.num_layers for count in split]
         compute = sum(self._flops() * part / _compute_rate(node) for node, part in zip(ranks, share, strict=True))
@@ -242,7 +241,7 @@ class _Planner:
         split = split_layers(layers, room, rates, level=self.level)
         if split is None:
             raise WontFitError(f"{2 * sum(layers) / 1e9:.1f} GB don't fit in whole layers")
-        one = self.facts.hidden_size * ACTIVATION_BYTES
+        one = self.facts.hidden_size * self.facts.activation_bytes
         rings = [self._ring(pair) for pair in pairs]
         links = [self._link(a[0], b[0]) for a, b in itertools.pairwise(pairs)]
         times, needs, at = [], [], 0
@@ -252,7 +251,7 @@ class _Planner:
             needs += [held + more] * 2
             at += count
         hops = [_hop(link, one) for link in links]
-        step = sum(times) + sum(hops)
+        step = sum(times) + sum(hops) + _hop(self._link(pairs[0][0], pairs[-1][0]), TOKEN_BYTES)
         compute = self._flops() / 2 / min(_compute_rate(node) for node in nodes)
         used = [*itertools.chain.from_iterable(rings), *links]
         ttft = compute + sum(_hop(link, one * PROMPT) for link in links)

@@ -122,6 +122,14 @@ class Rank:
             self._grammars = Grammars(Tokenizer.from_folder(folder), vocab)
         self._channel.send({"ready": _told(self._runner, model)})
 
+    def _on_probe(self, body: Any) -> None:
+        import mlx.core as mx
+
+        from mlxinfer.distributed.probing import probe
+
+        group = mx.distributed.init(strict=True, backend=body["backend"])
+        self._channel.send({"ready": probe(group)})
+
     def _on_admit(self, body: Any) -> None:
         spec, grammar = wire.spec_in(body)
         compiled = None
@@ -167,7 +175,7 @@ class Rank:
             self._channel.send({"out": wire.outputs_out(out), "number": launched.step.number})
 
 
-MESSAGES = {"load", "admit", "step", "read", "forget", "stop"}
+MESSAGES = {"load", "probe", "admit", "step", "read", "forget", "stop"}
 
 
 def _told(runner: RankRunner, model: Any) -> dict[str, Any]:

@@ -70,11 +70,22 @@ class RankRunner(Runner):
             else:
                 # The way of the others' tokens comes after this rank's part of the forward.
                 after: Any = [a for row in rows for a in row.held.arrays()] if self._staged else logits
-                tokens = mx.zeros(logits.shape[:1], mx.uint32)
-                tokens = mx.depends(tokens, after)
-            return mx.distributed.all_sum(tokens, group=self._group)
+                tokens = mx.depends(mx.zeros(logits.shape[:1], mx.uint32), after)
+            return self._returned(tokens) if self._staged else mx.distributed.all_sum(tokens, group=self._group)
 
         return agreed
+
+    def _returned(self, tokens: mx.array) -> mx.array:
+        """Of a pipeline's step, whose tokens rank 0 has: only the first stage, the last rank, embeds them."""
+        last = self._group.size() - 1
+        if self._rank == 0:
+            return mx.distributed.send(tokens, last, group=self._group)
+        if self._rank == last:
+            # Receiving depends on nothing, so all that comes before it has to be on its way: the forward above all.
+            for arrays in (*self._unsubmitted, [tokens]):
+                mx.async_eval(arrays)
+            return mx.distributed.recv_like(tokens, 0, group=self._group)
+        return tokens
 
     def _forward(self, batch: Any, tokens: mx.array) -> mx.array:
         with self._stage():

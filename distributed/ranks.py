@@ -20,7 +20,9 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import psutil
 
 from mlxinfer.distributed import wire
 from mlxinfer.distributed.frames import Channel, ChannelError, ChannelTimeoutError
@@ -50,8 +52,8 @@ class Place(Protocol):
     host: str
     """Where the other ranks reach it."""
 
-    def free_port(self) -> int:
-        """For the collectives."""
+    def free_port(self, host: str = "") -> int:
+        """For the collectives, at an address of its own; without one, at `host`."""
         ...
 
     def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> Handle:
@@ -70,6 +72,10 @@ class Handle(Protocol):
         """How it ended, in words; "" while it runs."""
         ...
 
+    def resident(self) -> int:
+        """Bytes of memory it has; 0 where that isn't known."""
+        ...
+
 
 class Here:
     """This machine."""
@@ -77,10 +83,13 @@ class Here:
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.host = host
 
-    def free_port(self) -> int:
-        with socket.socket() as free:
-            free.bind((self.host, 0))
-            return free.getsockname()[1]
+    def free_port(self, host: str = "") -> int:
+        where = host or self.host
+        try:
+            with socket.create_server((where, 0)) as free:
+                return int(free.getsockname()[1])
+        except OSError as error:
+            raise RanksLostError(f"{where} is no address of this machine: {error.strerror}") from error
 
     def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> Handle:
         return _Process(arguments, environment, hostfile, secret)
@@ -110,6 +119,12 @@ class _Process:
         code = self._process.poll()
         return "" if code is None else f"its process ended with {code}"
 
+    def resident(self) -> int:
+        try:
+            return int(psutil.Process(self.pid).memory_info().rss)
+        except psutil.Error:
+            return 0
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -117,16 +132,27 @@ class Seat:
 
     place: Place
     folder: str
+    host: str = ""
+    """Where the rank before it reaches it for collectives, on the link between the two; else its place's."""
 
 
 class RankSet:
     """Ranks that run. Any thread may send; outputs come in order from `output`."""
 
-    def __init__(self, seats: Sequence[Seat], secret: str, *, listen: str = "127.0.0.1", dtype: str = "auto") -> None:
-        """Start them and load their parts. Raises RanksLostError, and then none is left."""
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        secret: str,
+        *,
+        listen: str = "127.0.0.1",
+        dtype: str = "auto",
+        begin: Literal["load", "probe"] = "load",
+    ) -> None:
+        """Start them and load their parts, or measure the link between them. Raises RanksLostError, and then
+        none is left."""
         self.size = len(seats)
         self.facts: dict[str, Any] = {}
-        """What rank 0 tells of the model."""
+        """What rank 0 tells of the model, or of the link."""
         self._outputs: queue.SimpleQueue[tuple[int, Outputs] | None] = queue.SimpleQueue()
         self._lost = ""
         self._closed = False
@@ -143,7 +169,7 @@ class RankSet:
                 threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
             for rank, seat in enumerate(seats):
                 about = {"folder": seat.folder, "dtype": dtype, "backend": "ring", "size": self.size}
-                self.send(rank, {"load": about})
+                self.send(rank, {begin: about})
             self._wait_ready()
         except BaseException:
             self.close()
@@ -200,7 +226,8 @@ class RankSet:
     # Inside
 
     def _spawn(self, seats: Sequence[Seat], secret: str, address: str) -> None:
-        hostfile = json.dumps([[f"{seat.place.host}:{seat.place.free_port()}"] for seat in seats])
+        hosts = [(seat.host or seat.place.host, seat.place.free_port(seat.host)) for seat in seats]
+        hostfile = json.dumps([[f"{host}:{port}"] for host, port in hosts])
         for rank, seat in enumerate(seats):
             arguments = ("--connect", address, "--rank", str(rank))
             self._handles.append(seat.place.spawn(arguments, {"MLX_RANK": str(rank)}, hostfile, secret))

@@ -14,6 +14,7 @@ from mlxinfer.distributed.facts import facts_of
 from mlxinfer.distributed.planning import Objective, Plan, plan
 from mlxinfer.distributed.ranks import Here, RankSet, RanksLostError, Seat
 from mlxinfer.distributed.remote import RemoteRunner
+from mlxinfer.distributed.shell import reached
 from mlxinfer.distributed.there import PROMPT_S, AgentError, There
 from mlxinfer.engine.engine import Engine
 from mlxinfer.engine.governor import governor
@@ -54,10 +55,11 @@ class Spread:
         dtype: str = "auto",
         wifi: bool = False,
         say: Callable[[str], None] = log.info,
+        planned: Callable[[Plan, str], None] = lambda plan, why: None,
     ) -> None:
         self.cluster, self.source, self.parts = cluster, source, parts
         self._how: dict[str, Any] = {"context": context, "objective": objective, "wifi": wifi}
-        self._kinds, self._dtype, self._say = kinds, dtype, say
+        self._kinds, self._dtype, self._say, self._planned = kinds, dtype, say, planned
         self._places: dict[str, There] = {}
         self._lock = threading.Lock()
         self.plan: Plan | None = None
@@ -74,7 +76,7 @@ class Spread:
         with self._lock:
             if why:
                 self._say(f"Beginning again: {why}")
-            here = self._reachable()
+            here = self._reachable(again=bool(why))
             found = plan(here, self.config, name=self.source.name, **self._how)
             runs = [made for made in found.plans if made.kind in RUN]
             chosen = next((made for made in runs if made.kind in self._kinds), None)
@@ -86,6 +88,7 @@ class Spread:
             seats = [self._seat(chosen, rank) for rank in range(chosen.size)]
             ranks = RankSet(seats, self.cluster.secret, listen=self.cluster.nodes[0].host, dtype=self._dtype)
             self.plan = chosen
+            self._planned(chosen, why)
             return ranks
 
     def close(self) -> None:
@@ -94,13 +97,14 @@ class Spread:
             place.close()
         self._places.clear()
 
-    def _reachable(self) -> Cluster:
-        """The cluster without the nodes whose agents don't answer."""
+    def _reachable(self, *, again: bool) -> Cluster:
+        """The cluster without the nodes whose agents don't answer. While streams wait, none is started over ssh."""
         left = [self.cluster.nodes[0]]
         for node in self.cluster.nodes[1:]:
             try:
                 if node.name not in self._places:
-                    self._places[node.name] = There(node, self.cluster.secret)
+                    found = There(node, self.cluster.secret) if again else reached(node, self.cluster, self._say)
+                    self._places[node.name] = found
                 self._places[node.name].ask("port", timeout=PROMPT_S)
             except AgentError as error:
                 self._say(f"Without {node.name}: {error}")
@@ -119,13 +123,24 @@ class Spread:
         folder = shards.cut(self.source, part, self.parts)
         name = chosen.nodes[rank]
         there = self._places.get(name)
+        host = self._address(chosen, rank)
         if there is None:
             place: Place = Here(self.cluster.nodes[0].host)
-            return Seat(place, str(folder))
+            return Seat(place, str(folder), host)
         try:
-            return Seat(there, there.bring(f"{_plain(self.source.name)}/{part.name}", folder))
+            return Seat(there, there.bring(f"{_plain(self.source.name)}/{part.name}", folder), host)
         except AgentError as error:
             raise RanksLostError(str(error)) from error
+
+    def _address(self, chosen: Plan, rank: int) -> str:
+        """Where the rank before this one reaches it: this end of the link that the plan has between the two.
+
+        In mlx's ring a rank listens for the one before it, and the first for the last.
+        """
+        if chosen.size == 1:
+            return ""
+        # The ends of a pipeline needn't be joined; then it is the machine's own address.
+        return self.cluster.end(chosen.nodes[rank], chosen.nodes[rank - 1], wifi=self._how["wifi"])
 
 
 def _plain(name: str) -> str:

@@ -33,9 +33,10 @@ class AgentError(EngineError):
 class There:
     """One agent. Thread-safe; a Place for ranks."""
 
-    def __init__(self, node: Node, secret: str) -> None:
-        """Connect. Raises AgentError."""
+    def __init__(self, node: Node, secret: str, *, ended: Callable[[], None] = lambda: None) -> None:
+        """Connect. `ended` is called when this is closed. Raises AgentError."""
         self.node = node
+        self._ended = ended
         self.host = node.host
         self._lock = threading.Lock()
         try:
@@ -51,6 +52,7 @@ class There:
     def close(self) -> None:
         """The ranks there end."""
         self._channel.close()
+        self._ended()
 
     def ask(self, do: str, *, data: bytes | None = None, timeout: float = ANSWER_S, **body: Any) -> Any:
         """Raises AgentError with what the agent says, or where it says nothing for `timeout` seconds."""
@@ -69,8 +71,11 @@ class There:
             raise AgentError(f"{self.node.name}: {said}")
         return answer["ok"]
 
-    def free_port(self) -> int:
-        return int(self.ask("port"))
+    def free_port(self, host: str = "") -> int:
+        try:
+            return int(self.ask("port", host=host))
+        except AgentError as error:
+            raise RanksLostError(str(error)) from error
 
     def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> RemoteRank:
         connect, rank = arguments[1], int(arguments[3])
@@ -125,3 +130,6 @@ class RemoteRank:
             return str(self._there.ask("ended", timeout=PROMPT_S, id=self._number))
         except AgentError as error:
             return str(error)
+
+    def resident(self) -> int:
+        return 0

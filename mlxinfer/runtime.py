@@ -229,6 +229,11 @@ def chip_name() -> str | None:
     return name if name.startswith("Apple ") else None
 
 
+def is_wireless(interface: str) -> bool:
+    """Whether Linux knows a network interface as Wi-Fi; elsewhere False."""
+    return Path("/sys/class/net", interface, "wireless").exists()
+
+
 def _sysctl(name: str) -> str:
     try:
         done = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False)

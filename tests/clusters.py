@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from mlxinfer.distributed.ranks import Place
+
 SECRET = "a secret of tests, long enough"
 
 
@@ -25,9 +27,11 @@ def parts_of(source: Path, target: Path, kind: Any, size: int, split: Sequence[i
 
 
 @contextlib.contextmanager
-def engine_over(folders: Sequence[Path], **options: Any) -> Iterator[Engine]:
-    """An engine whose model is on as many ranks as there are folders."""
-    runner = RemoteRunner(lambda _: RankSet([Seat(Here(), str(folder)) for folder in folders], SECRET))
+def engine_over(folders: Sequence[Path], places: Sequence[Place] = (), **options: Any) -> Iterator[Engine]:
+    """An engine whose model is on as many ranks as there are folders, at `places` if they are given."""
+    where = places or [Here() for _ in folders]
+    seats = [Seat(place, str(folder)) for place, folder in zip(where, folders, strict=True)]
+    runner = RemoteRunner(lambda _: RankSet(seats, SECRET))
     thread = mlx_thread()
 
     def make() -> Engine:

@@ -38,6 +38,7 @@ def serve(
     """
     from mlxinfer.distributed import cluster_file
     from mlxinfer.distributed.serving import Spread, load_over
+    from mlxinfer.distributed.status import StatusFile
     from mlxinfer.pool import ModelPool
 
     settings = options.settings_of(ctx=ctx, **flags)
@@ -47,6 +48,7 @@ def serve(
     folder = clusters.folder_of(model, settings)
     name = single.served_name(model)
     where = parts or settings.cache_dir / "parts" / "cut" / name
+    status = StatusFile(settings.cache_dir, name)
     spread = Spread(
         cluster,
         folder,
@@ -57,6 +59,7 @@ def serve(
         dtype=settings.dtype,
         wifi=wifi,
         say=output.say,
+        planned=status.write,
     )
     try:
         llm = load_over(spread, name, settings)
@@ -66,3 +69,4 @@ def serve(
             llm.unload()
     finally:
         spread.close()
+        status.close()

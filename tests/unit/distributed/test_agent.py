@@ -14,6 +14,7 @@ from mlxinfer.distributed import agent as agents
 from mlxinfer.distributed.agent import Agent
 from mlxinfer.distributed.cluster_file import Node
 from mlxinfer.distributed.frames import Channel
+from mlxinfer.distributed.ranks import RanksLostError
 from mlxinfer.distributed.there import AgentError, There
 from mlxinfer.errors import InvalidRequestError
 
@@ -143,13 +144,33 @@ def test_what_leads_elsewhere_or_is_unknown_is_refused_and_the_next_question_is_
     assert not list(tmp_path.glob("parts/**/*.json"))
 
 
-def test_a_second_coordinator_is_told_so(agent: Agent, there: There) -> None:
-    there.ask("port")
+def test_a_second_coordinator_may_look_and_is_told_that_there_is_one(agent: Agent, there: There) -> None:
+    def put(by: There) -> None:
+        by.ask("put", data=b"{}", part=PART, file="config.json", offset=0, sum="")
+
     other = There(node(agent), SECRET)
+    put(there)
+    assert other.ask("ranks") == []
+    assert other.ask("port") > 0
     with pytest.raises(AgentError, match="another coordinator"):
-        other.ask("port")
+        put(other)
+    assert other.ask("ranks") == []
+    there.close()
+    until = time.monotonic() + 5
+    while True:
+        try:
+            put(other)
+            break
+        except AgentError:
+            assert time.monotonic() < until, "it still waits for the one that has gone"
     other.close()
-    assert there.ask("port") > 0
+
+
+def test_an_address_of_another_machine_is_none_to_listen_on(there: There) -> None:
+    assert there.free_port("127.0.0.1") > 0
+    for host in ("203.0.113.1", "-x", "a b", "$(id)"):
+        with pytest.raises(RanksLostError):
+            there.free_port(host)
 
 
 def test_another_secret_and_a_missing_agent_are_told_with_what_to_do(agent: Agent) -> None:
