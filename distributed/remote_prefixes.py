@@ -57,7 +57,10 @@ class RemotePrefixes:
     # What the tree asks
 
     def cut(self, span: Kept, at: int) -> tuple[Kept, Kept]:
-        parts = self._kept(at, at * self._token_bytes), self._kept(span.length - at, (span.length - at) * self._token_bytes)
+        parts = (
+            self._kept(at, at * self._token_bytes),
+            self._kept(span.length - at, (span.length - at) * self._token_bytes),
+        )
         self._ops.append(("cut", span.number, at, parts[0].number, parts[1].number))
         return parts
 

@@ -135,7 +135,7 @@ def split(model: nn.Module, part: Part, group: Any) -> set[str]:
 
     Raises InvalidRequestError where its code can't be split like that.
     """
-    split_model(model, part, group)
+    split_model(model, part.kind, part.split, group)
     held: Any = tree_flatten(model.parameters())
     names = {name for name, _ in held}
     return names if part.kind == "tensor" or part.size == 1 else {name for name in names if _needed(name, part)}

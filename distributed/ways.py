@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from mlxinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    import mlx.nn as nn
+    from collections.abc import Sequence
 
-    from mlxinfer.distributed.shards import Part
+    import mlx.nn as nn
 
 WRONG_BY_HEADS: dict[str, str] = {}
 """mlx-lm's modules whose `shard()` gives another model, and why."""
@@ -53,20 +53,22 @@ def no_pipeline(model: nn.Module) -> str:
     return f"mlx-lm's split of {name} by layers is wrong: {wrong}" if wrong else ""
 
 
-def split_model(model: nn.Module, part: Part, group: Any) -> None:
-    """Split `model` in place for the rank that `group` says. Raises InvalidRequestError where that can't be."""
-    refused = no_tensor(model) if part.kind == "tensor" else no_pipeline(model)
-    if part.size > 1 and refused:
+def split_model(model: nn.Module, kind: str, layers: Sequence[int], group: Any) -> None:
+    """Split `model` in place for the rank that `group` says, by heads, or by `layers` for each rank.
+
+    Raises InvalidRequestError where that can't be.
+    """
+    if group.size() == 1:
+        return
+    if refused := no_tensor(model) if kind == "tensor" else no_pipeline(model):
         raise InvalidRequestError(refused)
     try:
-        if part.size == 1:
-            pass
-        elif part.kind == "tensor":
+        if kind == "tensor":
             by_heads(model, group)
         else:
-            _by_layers(model, group, list(part.split))
+            _by_layers(model, group, list(layers))
     except _FAILURES as error:
-        raise InvalidRequestError(f"{module_of(model)} can't be split {part.size} ways: {error}") from error
+        raise InvalidRequestError(f"{module_of(model)} can't be split {group.size()} ways: {error}") from error
 
 
 def by_heads(model: nn.Module, group: Any) -> None:

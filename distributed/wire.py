@@ -111,7 +111,9 @@ def prefixes_in(body: Any) -> PrefixOps:
         leave, checkpoint = (
             {name: _ops_in(ops) for name, ops in body.get(part, {}).items()} for part in ("leave", "checkpoint")
         )
-        return PrefixOps(_ops_in(body.get("before", ())), restore, leave, checkpoint, set(map(int, body.get("free", ()))))
+        return PrefixOps(
+            _ops_in(body.get("before", ())), restore, leave, checkpoint, set(map(int, body.get("free", ())))
+        )
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ChannelError(f"a message is nothing to do with prefixes: {error}") from error
 

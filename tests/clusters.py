@@ -118,10 +118,9 @@ def answers(
 ) -> list[tuple[list[int], int]]:
     """As `replies`, each with how many tokens of its prompt were cached."""
     events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    chosen: dict[str, Any] = {"temperature": 0.0} | sampling
     for i, prompt in enumerate(prompts):
-        spec = RowSpec(
-            f"r{i}-{time.monotonic_ns()}", tuple(prompt), RowSampling(**({"temperature": 0.0} | sampling)), i
-        )
+        spec = RowSpec(f"r{i}-{time.monotonic_ns()}", tuple(prompt), RowSampling(**chosen), i)
         asked = Request(spec, tokens, frozenset(), boundaries=boundaries)
         engine.submit(asked, lambda event, i=i: events.put((i, event)))
     got: list[list[int]] = [[] for _ in prompts]

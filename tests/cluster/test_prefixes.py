@@ -156,6 +156,7 @@ def test_clients_that_leave_at_random_leave_all_ranks_alike(case: str, count: in
         with engine_over(parts, prefix_bytes=1 << 20) as engine:
             runner: Any = engine.runner
             before = runner.ranks.pids
+            held: dict[str, Any] = {}
             for start in range(0, count, 100):
                 leave(engine, 100, seed=start)
                 assert replies(engine, asked, 12) == wanted
