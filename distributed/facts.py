@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlxinfer.distributed.ways import by_heads, no_pipeline, no_tensor
 from mlxinfer.engine.blank import blank, num_layers
 from mlxinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import mlx.nn as nn
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -49,10 +48,10 @@ class ModelFacts:
     activation_bytes: int
     """Of a number that goes between ranks."""
     parameters: int
-    tensor: bool
-    """Its code can be split by heads."""
-    pipeline: bool
-    """Its code can be split by layers."""
+    no_tensor: str
+    """Why its code can't be split by heads; "" where it can."""
+    no_pipeline: str
+    """Why its code can't be split by layers; "" where it can."""
 
     @property
     def weight_bytes(self) -> int:
@@ -92,15 +91,9 @@ def facts_of(config: Mapping[str, Any], name: str = "") -> ModelFacts:
         kv_bytes_per_token=2 * kv_heads * head_dim * width,
         activation_bytes=width,
         parameters=parameters,
-        tensor=hasattr(model, "shard"),
-        pipeline=pipelined(model) is not None,
+        no_tensor=no_tensor(model),
+        no_pipeline=no_pipeline(model),
     )
-
-
-def pipelined(model: nn.Module) -> Any:
-    """The module that holds the layers and can let go of some, or None."""
-    inner: Any = getattr(model, "model", None) or getattr(model, "language_model", None)
-    return inner if inner is not None and hasattr(inner, "pipeline") else None
 
 
 def tensor_shards(config: Mapping[str, Any], facts: ModelFacts, size: int) -> list[int]:
@@ -108,8 +101,8 @@ def tensor_shards(config: Mapping[str, Any], facts: ModelFacts, size: int) -> li
 
     Raises InvalidRequestError with the numbers where there is no such split.
     """
-    if not facts.tensor:
-        raise InvalidRequestError(f"mlx-lm's code for {facts.name} has no split by heads")
+    if facts.no_tensor:
+        raise InvalidRequestError(facts.no_tensor)
     for what, value in (("heads", facts.num_heads), ("key-value heads", facts.num_kv_heads)):
         if value % size:
             near = [n for n in range(2, value + 1) if facts.num_heads % n == facts.num_kv_heads % n == 0]
@@ -122,8 +115,8 @@ def _shard_bytes(config: Mapping[str, Any], rank: int, size: int) -> int:
     model: Any = blank(config, keep_packed=True)
     try:
         # Splits shapes, and with them the groups of packed weights.
-        model.shard(PretendGroup(rank, size))
-    except (ValueError, IndexError, TypeError, ZeroDivisionError) as error:
+        by_heads(model, PretendGroup(rank, size))
+    except (ValueError, IndexError, TypeError, ZeroDivisionError, AssertionError) as error:
         raise InvalidRequestError(f"its weights can't be cut for {size} ranks: {error}") from error
     arrays: Any = tree_flatten(model.parameters())
     mx.eval(mx.random.state)

@@ -174,8 +174,8 @@ class _Planner:
         return Plan("tensor", names, size, split, tuple(needs), rate, rate, ttft, *_told(ring))
 
     def _pipeline(self, nodes: Sequence[Node]) -> Plan:
-        if not self.facts.pipeline:
-            raise InvalidRequestError(f"mlx-lm's code for {self.facts.name} has no split by layers")
+        if self.facts.no_pipeline:
+            raise InvalidRequestError(self.facts.no_pipeline)
         coordinator = self.cluster.nodes[0]
         orders = itertools.permutations(nodes) if len(nodes) <= MAX_ORDERED else iter([tuple(nodes)])
         made: list[Plan] = []
@@ -225,8 +225,8 @@ class _Planner:
 
     def _both(self, nodes: Sequence[Node]) -> Plan:
         """Pairs that share layers, one pair after the other. The nodes' order is the file's."""
-        if not self.facts.pipeline:
-            raise InvalidRequestError(f"mlx-lm's code for {self.facts.name} has no split by layers")
+        if self.facts.no_pipeline:
+            raise InvalidRequestError(self.facts.no_pipeline)
         shards = self._shard_bytes(2)
         pairs = [tuple(nodes[at : at + 2]) for at in range(0, len(nodes), 2)]
         half = shards[0] / self.facts.weight_bytes

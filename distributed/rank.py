@@ -52,10 +52,13 @@ class Rank:
     def __init__(self, channel: Channel, rank: int) -> None:
         self._channel, self._rank = channel, rank
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._group: Any = None
         self._runner: RankRunner | None = None
         self._grammars: Grammars | None = None
         self._before: Launched | None = None
         self._steps = 0
+        self._launched = -1
+        """The last step's number."""
 
     def run(self) -> None:
         """Until the channel ends or a message says so."""
@@ -103,6 +106,7 @@ class Rank:
     # Messages
 
     def _on_load(self, body: Any) -> None:
+        """Another model in the place of the one before, if there was one."""
         import mlx.core as mx
 
         from mlxinfer import kernels
@@ -113,11 +117,15 @@ class Rank:
         from mlxinfer.tokenizer import Tokenizer
 
         kernels.enable(load_settings())
-        group = mx.distributed.init(strict=True, backend=body["backend"]) if body["size"] > 1 else None
+        if self._group is None and body["size"] > 1:
+            self._group = mx.distributed.init(strict=True, backend=body["backend"])
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = self._grammars = self._before = None
         folder = Path(body["folder"])
-        model, config, part = shards.load(folder, group, dtype=body.get("dtype", "auto"))
+        model, config, part = shards.load(folder, self._group, dtype=body.get("dtype", "auto"))
         vocab = int((config.get("text_config") or config)["vocab_size"])
-        self._runner = RankRunner(model, vocab, config, group, part)
+        self._runner = RankRunner(model, vocab, config, self._group, part)
         if self._rank == 0:
             self._grammars = Grammars(Tokenizer.from_folder(folder), vocab)
         self._channel.send({"ready": _told(self._runner, model)})
@@ -137,10 +145,16 @@ class Rank:
             compiled = self._grammars.compile(grammar)
         self._held.admit(spec, compiled)
 
+    def _on_prefix(self, body: Any) -> None:
+        """What the next step has to do with the prefix cache."""
+        self._held.held_prefixes.take(wire.prefixes_in(body))
+
     def _on_step(self, body: Any) -> None:
         """As the engine does it with a runner of its own: launch, then read the step before."""
         step = wire.step_in(body)
         launched = self._held.launch(step)
+        self._held.held_prefixes.settle()
+        self._launched = step.number
         before, self._before = self._before, launched
         if before is not None:
             before.follow()
@@ -162,6 +176,11 @@ class Rank:
     def _on_forget(self, body: Any) -> None:
         self._held.forget(str(body))
 
+    def _on_digest(self, body: Any) -> None:
+        """Say what is held here."""
+        self._held.held_prefixes.settle()
+        self._channel.send({"digest": {"asked": body, "step": self._launched, **self._held.digest()}})
+
     @property
     def _held(self) -> RankRunner:
         if self._runner is None:
@@ -175,7 +194,7 @@ class Rank:
             self._channel.send({"out": wire.outputs_out(out), "number": launched.step.number})
 
 
-MESSAGES = {"load", "probe", "admit", "step", "read", "forget", "stop"}
+MESSAGES = {"load", "probe", "admit", "prefix", "step", "read", "forget", "digest", "stop"}
 
 
 def _told(runner: RankRunner, model: Any) -> dict[str, Any]:
@@ -188,6 +207,8 @@ def _told(runner: RankRunner, model: Any) -> dict[str, Any]:
         "tier": runner.tier,
         "fused": runner.fused,
         "needs_checkpoints": runner.needs_checkpoints,
+        "restores": runner.restores,
+        "exact": runner.exact,
         "kv": dataclasses.astuple(runner.kv_cost),
         "weight_bytes": weight_bytes(model),
     }

@@ -2,31 +2,42 @@
 
 Rank 0 samples; the others take part in the forward and are handed the tokens inside the graph, by a sum to which they
 add nothing. So no rank waits for another outside of collectives, and none decides anything.
+
+Between stages of a pipeline there is one channel without addresses, so what is sent has to be received in the same
+order: each forward's receive and send are submitted by themselves, in the order in which the forwards are built, which
+is that of the steps and the same on all ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from mlxinfer import upstream
+from mlxinfer.distributed.rank_prefixes import RankPrefixes
 from mlxinfer.engine.blank import blank, num_layers, shallow
+from mlxinfer.engine.kv import SeqKV
+from mlxinfer.engine.memory import KVCost
+from mlxinfer.engine.padded import SplitBatch
+from mlxinfer.engine.ragged import ragged_attention, stackable
 from mlxinfer.engine.runner import Runner
-from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.errors import MlxinferError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import mlx.nn as nn
 
     from mlxinfer.distributed.shards import Part
+    from mlxinfer.engine.kv import Sequence as Held
     from mlxinfer.engine.rows import Row
     from mlxinfer.engine.sampling import Sampler
 
 PROBED_LAYERS = 6
 """Of a pipeline's model: what a stage holds can't be tried by itself."""
+TRIED_LENGTHS = (1, 2, 5, 9)
+"""Tokens of rows whose states have to have one shape."""
 
 
 class RankRunner(Runner):
@@ -35,29 +46,60 @@ class RankRunner(Runner):
     def __init__(
         self, model: nn.Module, vocab_size: int, config: Mapping[str, Any], group: Any, part: Part | None
     ) -> None:
-        """Raises UnsupportedModelError for a pipeline of a model whose rows can't share a forward."""
+        """Raises UnsupportedModelError for a pipeline of a model that can't be driven as one."""
         self._group = group
-        self._staged = part is not None and part.kind == "pipeline"
+        self._staged = part is not None and part.kind == "pipeline" and group is not None
         self._rank = 0 if group is None else int(group.rank())
+        self._passed: list[mx.array] = []
+        """What the last forward received and sent."""
+        # Of the whole process: a stage of another model may have been here.
+        ragged_attention().handles.tied = False
         super().__init__(model, vocab_size, probed=not self._staged)
         if self._staged:
-            self._take_over(config)
+            assert part is not None
+            self._take_over(config, part.split[part.rank])
+        else:
+            self.exact = _exact(self)
+        self.held_prefixes = RankPrefixes()
 
-    def _take_over(self, config: Mapping[str, Any]) -> None:
-        """How the model can be driven, from a few whole layers of it with made-up weights."""
-        whole = num_layers(config)
-        few = min(whole, PROBED_LAYERS)
-        tried = Runner(blank(shallow(config, few), keep_packed=False), self.vocab_size)
-        if tried.tier != "ragged" or tried.view is not None:
-            raise UnsupportedModelError(
-                f"{config.get('model_type')} can't be run as a pipeline: {tried.tier_reason}; split it by heads"
-            )
+    def _take_over(self, config: Mapping[str, Any], own: int) -> None:
+        """How the model can be driven, from a few whole layers of it with made-up weights. `own`: layers of this stage.
+
+        Every rank finds out the same: it looks at the config alone.
+        """
+        tried, few = whole_runner(config, self.vocab_size)
         self.tier, self.tier_reason, self.view = tried.tier, tried.tier_reason, tried.view
-        self.needs_checkpoints, self.restores = tried.needs_checkpoints, False
-        self.kv_cost = tried.kv_cost
+        self.needs_checkpoints, self.restores = tried.needs_checkpoints, tried.restores
+        self.kv_cost = _share(tried.kv_cost, own, few)
         self.forward_tokens = tried.forward_tokens
+        self.exact = _exact(tried)
         self.attention.handles.tied = True
         mx.eval(mx.random.state)
+
+    exact = False
+    """A row's state can be had only where the row is, not a few tokens before."""
+
+    def digest(self) -> dict[str, Any]:
+        """What is held, without the arrays: the same on all ranks, whatever part of the model each has."""
+        rows = {name: -1 if row.sequence is None else row.sequence.length for name, row in self._rows.items()}
+        return {"rows": rows, "prefixes": self.held_prefixes.digest()}
+
+    # As Runner, but what is kept of rows is decided elsewhere
+
+    def _restore(self, row: Row) -> None:
+        self.held_prefixes.restore(row.held, row.spec.request_id)
+
+    def _leave(self, row: Row, sequence: Held, tokens: tuple[int, ...]) -> None:
+        self.held_prefixes.leave(sequence, row.spec.request_id)
+
+    def _checkpoint(self, row: Row, end: int) -> None:
+        self.held_prefixes.checkpoint(row.held, row.spec.request_id)
+
+    # As Runner, but for what goes between ranks
+
+    def _must_decode_apart(self, rows: list[Row]) -> bool:
+        # A stage may hold no states that differ while another does; that none differ was tried.
+        return any(row.held.length == 0 for row in rows) if self._staged else super()._must_decode_apart(rows)
 
     def _sampler(self, rows: list[Row]) -> Sampler:
         if self._group is None:
@@ -69,7 +111,7 @@ class RankRunner(Runner):
                 tokens = own(logits, uniforms, allowed).astype(mx.uint32)
             else:
                 # The way of the others' tokens comes after this rank's part of the forward.
-                after: Any = [a for row in rows for a in row.held.arrays()] if self._staged else logits
+                after: Any = self._passed if self._staged else logits
                 tokens = mx.depends(mx.zeros(logits.shape[:1], mx.uint32), after)
             return self._returned(tokens) if self._staged else mx.distributed.all_sum(tokens, group=self._group)
 
@@ -88,13 +130,58 @@ class RankRunner(Runner):
         return tokens
 
     def _forward(self, batch: Any, tokens: mx.array) -> mx.array:
-        with self._stage():
+        if not self._staged or isinstance(batch, SplitBatch):
             return super()._forward(batch, tokens)
+        with upstream.stage() as passed:
+            logits = super()._forward(batch, tokens)
+        self._note(passed)
+        return logits
 
-    @contextlib.contextmanager
-    def _stage(self) -> Iterator[None]:
+    def _forward_own(self, sequences: list[Held], tokens: mx.array) -> mx.array:
         if not self._staged:
-            yield
-            return
-        with upstream.without_gather():
-            yield
+            return super()._forward_own(sequences, tokens)
+        with upstream.stage() as passed:
+            logits = super()._forward_own(sequences, tokens)
+        self._note(passed)
+        return logits
+
+    def _note(self, passed: list[mx.array]) -> None:
+        self._passed = passed
+        # One by one: how a graph with several ends is gone through is mlx's affair.
+        self._unsubmitted += [[array] for array in passed]
+
+
+def whole_runner(config: Mapping[str, Any], vocab_size: int) -> tuple[Runner, int]:
+    """A runner over the first layers of a model, with made-up weights, and how many they are.
+
+    Raises UnsupportedModelError where the model can't be a pipeline.
+    """
+    few = min(num_layers(config), PROBED_LAYERS)
+    try:
+        tried = Runner(blank(shallow(config, few), keep_packed=False), vocab_size)
+        if tried.tier == "batched-state" and not _states_alike(tried):
+            raise UnsupportedModelError("rows of different lengths have states of different shapes")
+    except (MlxinferError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"{config.get('model_type')} can't be run as a pipeline: {error}; split it by heads"
+        ) from error
+    return tried, few
+
+
+def _states_alike(tried: Runner) -> bool:
+    """Whether rows of any length can decode together, so that no stage has to look."""
+    held: list[Held] = []
+    for length in TRIED_LENGTHS:
+        held.append(sequence := tried.new_sequence())
+        mx.eval(tried.forward([sequence], [[0] * length]))
+    return stackable(held)
+
+
+def _exact(runner: Runner) -> bool:
+    return any(not isinstance(leaf, SeqKV) for leaf in runner.new_sequence().stateful())
+
+
+def _share(cost: KVCost, own: int, few: int) -> KVCost:
+    """Of `own` layers, from that of `few`: about, where layers are of several kinds."""
+    windowed = tuple((most, -(-size * own // few)) for most, size in cost.windowed)
+    return KVCost(-(-cost.per_token * own // few), windowed, -(-cost.fixed * own // few), cost.step)

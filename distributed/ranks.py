@@ -151,8 +151,11 @@ class RankSet:
         """Start them and load their parts, or measure the link between them. Raises RanksLostError, and then
         none is left."""
         self.size = len(seats)
-        self.facts: dict[str, Any] = {}
-        """What rank 0 tells of the model, or of the link."""
+        self.told: dict[int, dict[str, Any]] = {}
+        """What each rank tells of its part of the model, or of the link."""
+        self.spare_bytes: int | None = None
+        """What each rank may take for idle prefixes; None: nobody has said."""
+        self._digests: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[tuple[int, Outputs] | None] = queue.SimpleQueue()
         self._lost = ""
         self._closed = False
@@ -167,14 +170,38 @@ class RankSet:
                 self._accept(server, secret)
             for rank in range(self.size):
                 threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
-            for rank, seat in enumerate(seats):
-                about = {"folder": seat.folder, "dtype": dtype, "backend": "ring", "size": self.size}
-                self.send(rank, {begin: about})
-            self._wait_ready()
+            self.load([seat.folder for seat in seats], dtype=dtype, begin=begin)
         except BaseException:
             self.close()
             raise
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def load(self, folders: Sequence[str], *, dtype: str = "auto", begin: Literal["load", "probe"] = "load") -> None:
+        """Have the ranks load the parts in `folders`, in the place of what they held. Raises RanksLostError."""
+        for event in self._ready:
+            event.clear()
+        for rank, folder in enumerate(folders):
+            self.send(rank, {begin: {"folder": folder, "dtype": dtype, "backend": "ring", "size": self.size}})
+        self._wait_ready()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What rank 0 tells of the model."""
+        return self.told[0]
+
+    def digests(self, number: int) -> list[dict[str, Any]]:
+        """What each rank holds, without arrays, once it has done all that it was told. Raises RanksLostError."""
+        self.send_all({"digest": number})
+        found: dict[int, dict[str, Any]] = {}
+        while len(found) < self.size:
+            try:
+                rank, digest = self._digests.get(timeout=LOOK_S)
+            except queue.Empty:
+                self._check()
+                continue
+            if digest.pop("asked") == number:
+                found[rank] = digest
+        return [found[rank] for rank in range(self.size)]
 
     @property
     def _all_ready(self) -> bool:
@@ -280,6 +307,8 @@ class RankSet:
                     raise ChannelError(str(message["failed"]))
                 if "ready" in message:
                     self._take_ready(rank, message["ready"])
+                if "digest" in message:
+                    self._digests.put((rank, dict(message["digest"])))
                 if "out" in message and rank == 0:
                     self._outputs.put((int(message["number"]), wire.outputs_in(message["out"])))
             except ChannelTimeoutError:
@@ -289,8 +318,7 @@ class RankSet:
                 return
 
     def _take_ready(self, rank: int, facts: dict[str, Any]) -> None:
-        if rank == 0:
-            self.facts = facts
+        self.told[rank] = facts
         self._ready[rank].set()
 
     def _watch(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlxinfer.distributed import shards
 from mlxinfer.distributed.cluster_file import Cluster
 from mlxinfer.distributed.facts import facts_of
-from mlxinfer.distributed.planning import Objective, Plan, plan
+from mlxinfer.distributed.planning import WORKSPACE_BYTES, Objective, Plan, plan
 from mlxinfer.distributed.ranks import Here, RankSet, RanksLostError, Seat
 from mlxinfer.distributed.remote import RemoteRunner
 from mlxinfer.distributed.shell import reached
@@ -87,6 +87,7 @@ class Spread:
             self._say(f"Plan: {chosen.kind} over {', '.join(chosen.nodes)}")
             seats = [self._seat(chosen, rank) for rank in range(chosen.size)]
             ranks = RankSet(seats, self.cluster.secret, listen=self.cluster.nodes[0].host, dtype=self._dtype)
+            ranks.spare_bytes = _spare(chosen, here)
             self.plan = chosen
             self._planned(chosen, why)
             return ranks
@@ -143,6 +144,13 @@ class Spread:
         return self.cluster.end(chosen.nodes[rank], chosen.nodes[rank - 1], wifi=self._how["wifi"])
 
 
+def _spare(chosen: Plan, cluster: Cluster) -> int:
+    """Bytes that the plan leaves on the node where it leaves the fewest."""
+    memory = {node.name: int(node.memory_gb * 1e9) for node in cluster.nodes}
+    taken = zip(chosen.nodes, chosen.bytes_per_rank, strict=True)
+    return max(0, min(memory[name] - WORKSPACE_BYTES - need for name, need in taken))
+
+
 def _plain(name: str) -> str:
     """A folder's name as agents take one."""
     return "".join(c if c.isalnum() or c in "._-" else "-" for c in name).strip("._-")[:100] or "model"
@@ -163,8 +171,8 @@ def load_over(spread: Spread, name: str, settings: Settings) -> LLM:
             max_num_seqs=settings.max_num_seqs,
             max_queue=settings.max_queue,
             prefill_chunk=settings.prefill_chunk,
-            weight_bytes=0,
-            prefix_bytes=0,
+            weight_bytes=runner.weight_bytes,
+            prefix_bytes=None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20,
             memory=governor(),
         )
         thread.attach(engine)

@@ -17,10 +17,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxinfer import upstream
-from mlxinfer.distributed.facts import PretendGroup, pipelined
+from mlxinfer.distributed.facts import PretendGroup
+from mlxinfer.distributed.ways import split_model
 from mlxinfer.engine.dtypes import apply_dtype_policy
 from mlxinfer.engine.fingerprint import fingerprint
-from mlxinfer.errors import ConversionError, InvalidRequestError, ModelFileError, UnsupportedModelError
+from mlxinfer.errors import ConversionError, ModelFileError
 from mlxinfer.formats.files import json_bytes, read_json_object, replace_file, sha256_of
 from mlxinfer.formats.safetensors import check_dtypes, check_safetensors, shard_files
 
@@ -134,21 +135,7 @@ def split(model: nn.Module, part: Part, group: Any) -> set[str]:
 
     Raises InvalidRequestError where its code can't be split like that.
     """
-    whole: Any = model
-    try:
-        if part.size == 1:
-            pass
-        elif part.kind == "tensor":
-            if not hasattr(whole, "shard"):
-                raise UnsupportedModelError(f"mlx-lm's code for {_type(model)} has no split by heads")
-            whole.shard(group)
-        else:
-            stack = pipelined(model)
-            if stack is None:
-                raise UnsupportedModelError(f"mlx-lm's code for {_type(model)} has no split by layers")
-            stack.pipeline(group, list(part.split))
-    except (ValueError, IndexError, TypeError, ZeroDivisionError) as error:
-        raise InvalidRequestError(f"{_type(model)} can't be split {part.size} ways: {error}") from error
+    split_model(model, part.kind, part.split, group)
     held: Any = tree_flatten(model.parameters())
     names = {name for name, _ in held}
     return names if part.kind == "tensor" or part.size == 1 else {name for name in names if _needed(name, part)}
@@ -159,10 +146,6 @@ def _needed(name: str, part: Part) -> bool:
     if ".layers." in name:
         return True
     return part.rank == 0 or (part.rank == part.size - 1 and "embed" in name)
-
-
-def _type(model: nn.Module) -> str:
-    return type(model).__module__.rpartition(".")[2]
 
 
 def _packed(model: nn.Module) -> dict[str, dict[str, Any]]:

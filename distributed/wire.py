@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlxinfer.distributed.frames import ChannelError
@@ -11,6 +12,38 @@ from mlxinfer.engine.rows import Outputs, RowSpec
 from mlxinfer.engine.sampling import RowSampling
 from mlxinfer.engine.steps import DecodeRow, PrefillChunk, Release, Start, Step
 from mlxinfer.types import Grammar, TokenLogprob
+
+PREFIX_OPS = {"cut": 4, "left": 3, "running": 3, "state": 2}
+"""What may be done to what the prefix cache holds, and how many numbers each takes."""
+
+
+@dataclass(slots=True)
+class Restored:
+    """What a row starts from: spans one after the other, and a state."""
+
+    spans: list[int]
+    state: int | None
+    length: int
+
+
+@dataclass(slots=True)
+class PrefixOps:
+    """What ranks do with what their prefix caches hold, around one step. Operations are (name, *numbers)."""
+
+    before: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    restore: dict[str, Restored] = field(default_factory=dict[str, Restored])
+    """By request, as it starts."""
+    leave: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
+    """By request, as it ends."""
+    checkpoint: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
+    """By request, after its chunk."""
+    free: set[int] = field(default_factory=set[int])
+    """Let go of after the step."""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.before or self.restore or self.leave or self.checkpoint or self.free)
+
 
 _PARTS: dict[str, Any] = {"release": Release, "start": Start, "prefill": PrefillChunk, "decode": DecodeRow}
 
@@ -54,6 +87,44 @@ def spec_in(body: Any) -> tuple[RowSpec, Grammar | None]:
         return RowSpec(sampling=sampling, **held), None if grammar is None else Grammar(*grammar)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ChannelError(f"a message is no request: {error}") from error
+
+
+def prefixes_out(ops: PrefixOps) -> dict[str, Any]:
+    """What is to be done with prefixes; parts that are empty are left out."""
+    body: dict[str, Any] = {
+        "before": ops.before,
+        "restore": {name: list(_values(one)) for name, one in ops.restore.items()},
+        "leave": ops.leave,
+        "checkpoint": ops.checkpoint,
+        "free": sorted(ops.free),
+    }
+    return {name: part for name, part in body.items() if part}
+
+
+def prefixes_in(body: Any) -> PrefixOps:
+    """Raises ChannelError for anything else."""
+    try:
+        restore = {
+            name: Restored(list(map(int, spans)), None if state is None else int(state), int(length))
+            for name, (spans, state, length) in body.get("restore", {}).items()
+        }
+        leave, checkpoint = (
+            {name: _ops_in(ops) for name, ops in body.get(part, {}).items()} for part in ("leave", "checkpoint")
+        )
+        return PrefixOps(
+            _ops_in(body.get("before", ())), restore, leave, checkpoint, set(map(int, body.get("free", ())))
+        )
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ChannelError(f"a message is nothing to do with prefixes: {error}") from error
+
+
+def _ops_in(body: Any) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    for name, *numbers in body:
+        if PREFIX_OPS[name] != len(numbers):
+            raise ValueError(f"{name} takes {PREFIX_OPS[name]} numbers")
+        found.append((name, *map(int, numbers)))
+    return found
 
 
 def outputs_out(out: Outputs) -> dict[str, Any]:

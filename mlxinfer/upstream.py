@@ -61,17 +61,30 @@ def versions() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def without_gather() -> Iterator[None]:
+def stage() -> Iterator[list[mx.array]]:
     """Inside, a pipeline's stages don't hand the last one's output to all: whoever samples has it, and nobody waits.
 
-    mlx-lm's models ask `mx.distributed` while their graph is built.
+    Gives a list that fills with what is received and sent, in order, not evaluated. mlx-lm's models ask
+    `mx.distributed` while their graph is built.
     """
-    own = mx.distributed.all_gather
-    mx.distributed.all_gather = _as_it_is
+    passed: list[mx.array] = []
+
+    def noted(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def call(*args: Any, **kwargs: Any) -> mx.array:
+            passed.append(array := function(*args, **kwargs))
+            return array
+
+        return call
+
+    own: Any = mx.distributed
+    held = {name: getattr(own, name) for name in ("recv", "recv_like", "send")}
+    replaced = {name: noted(function) for name, function in held.items()} | {"all_gather": _as_it_is}
+    held["all_gather"] = own.all_gather
     try:
-        yield
+        vars(own).update(replaced)
+        yield passed
     finally:
-        mx.distributed.all_gather = own
+        vars(own).update(held)
 
 
 def _as_it_is(array: mx.array, **_: Any) -> mx.array:

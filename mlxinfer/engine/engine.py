@@ -12,7 +12,6 @@ from mlxinfer.engine.events import Event, Open, Request, RowsLostError, Sink, se
 from mlxinfer.engine.governor import Governor, governor
 from mlxinfer.engine.idle import IdleWriter
 from mlxinfer.engine.memory import RESERVE_TOKENS
-from mlxinfer.engine.prefix_store import PrefixStore
 from mlxinfer.engine.scheduler import load_of, release_only, schedule
 from mlxinfer.engine.shared_prefixes import SharedPrefixes
 from mlxinfer.engine.tracked import SchedulerState, Tracked
@@ -79,8 +78,8 @@ class Engine:
         self._disk = disk
         self.memory = memory or governor()
         self._reserved = 0
-        if prefix_bytes != 0 and runner.restores:
-            runner.prefixes = PrefixStore(needs_state=runner.needs_checkpoints, max_bytes=0, disk=disk)
+        if prefix_bytes != 0:
+            runner.remember(disk)
         self.max_queue = max_queue
         self.state = SchedulerState(
             max_num_seqs=max_num_seqs,

@@ -234,6 +234,10 @@ class PrefixTree(Generic[Span, State]):
             if node.dirty and not node.children and node.parent is not None:
                 yield self._entry(node)
 
+    def iter_nodes(self) -> Iterator[Node[Span, State]]:
+        """Every node but the roots, least recently used first."""
+        return iter(self._order)
+
     def mark_written(self, entry: Evicted[Span, State]) -> None:
         """Say that `entry` is on disk. What changed in the tree since it was made stays dirty."""
         path, length = self._walk(entry.key, entry.tokens, len(entry.tokens))

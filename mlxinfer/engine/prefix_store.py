@@ -108,13 +108,7 @@ class PrefixStore:
     def restore(self, sequence: Sequence, request_id: str) -> None:
         """Fill an empty sequence with what its request has claimed."""
         hit = self._claimed.pop(request_id)
-        for index, leaf in enumerate(sequence.plain()):
-            parts = [span.layers[index] for span in hit.spans]
-            leaf.load(parts[0] if len(parts) == 1 else _joined(parts, [s.length for s in hit.spans]), 0, hit.length)
-        if hit.state is not None:
-            for leaf, held in zip(sequence.stateful(), hit.state.leaves, strict=True):
-                _restore_leaf(leaf, held)
-        sequence.length = hit.length
+        fill(sequence, hit.spans, hit.state, hit.length)
 
     def drop_claims(self) -> None:
         """Forget what was claimed for a step that failed."""
@@ -123,13 +117,9 @@ class PrefixStore:
     def save(self, sequence: Sequence, key: str, tokens: Seq[int]) -> None:
         """Take over what a sequence that ends holds for `tokens`."""
         states = self._state_at(sequence, len(tokens))
-        plain = sequence.plain()
 
         def span(start: int, end: int) -> Span:
-            whole = Span([leaf.shared() for leaf in plain], end)
-            spare = max((b.shape[2] for buffers in whole.layers for b in buffers), default=end) - end
-            # As it is, without a copy, unless most of it is room to grow.
-            return whole if start == 0 and spare * 4 <= end else whole.part(start, end)
+            return left_span(sequence, start, end)
 
         if sequence.length >= len(tokens) > 0 and (states or not self.needs_state):
             self.insert(key, tokens, span, states)
@@ -137,9 +127,8 @@ class PrefixStore:
     def checkpoint(self, sequence: Sequence, key: str, tokens: Seq[int]) -> None:
         """Remember a running sequence's state after `tokens`, so that others can go on from there."""
         states = self._state_at(sequence, len(tokens))
-        whole = Span([leaf.shared() for leaf in sequence.plain()], sequence.length)
         if states:
-            self.insert(key, tokens, whole.part, states)
+            self.insert(key, tokens, running_span(sequence), states)
 
     def insert(
         self, key: str, tokens: Seq[int], make_span: Callable[[int, int], Span], states: Mapping[int, State]
@@ -158,12 +147,8 @@ class PrefixStore:
         """{position: checkpoint}, or nothing where the sequence has gone too far past it."""
         if not self.needs_state:
             return {}
-        leaves = [_saved_leaf(leaf, sequence.length, position) for leaf in sequence.stateful()]
-        if any(leaf is None for leaf in leaves):
-            return {}
-        arrays = arrays_in(leaves)
-        mx.async_eval(arrays)
-        return {position: State(leaves, sum(a.nbytes for a in arrays))}
+        state = state_at(sequence, position)
+        return {} if state is None else {position: state}
 
     def shrink(self, max_bytes: int) -> None:
         """Hold at most `max_bytes` from now on."""
@@ -185,6 +170,39 @@ class PrefixStore:
             self.disk.close(self)
         self.tree.clear()
         self._claimed.clear()
+
+
+def left_span(sequence: Sequence, start: int, end: int) -> Span:
+    """Of a sequence that ends: as it is, without a copy, unless most of it is something else or room to grow."""
+    whole = Span([leaf.shared() for leaf in sequence.plain()], end)
+    spare = max((b.shape[2] for buffers in whole.layers for b in buffers), default=end) - end
+    return whole if start == 0 and spare * 4 <= end else whole.part(start, end)
+
+
+def running_span(sequence: Sequence) -> Callable[[int, int], Span]:
+    """(start, end) → a copy of what a sequence that goes on holds now."""
+    return Span([leaf.shared() for leaf in sequence.plain()], sequence.length).part
+
+
+def state_at(sequence: Sequence, position: int) -> State | None:
+    """The checkpoint, on its way to be computed; None where the sequence has gone too far past `position`."""
+    leaves = [_saved_leaf(leaf, sequence.length, position) for leaf in sequence.stateful()]
+    if any(leaf is None for leaf in leaves):
+        return None
+    arrays = arrays_in(leaves)
+    mx.async_eval(arrays)
+    return State(leaves, sum(a.nbytes for a in arrays))
+
+
+def fill(sequence: Sequence, spans: Seq[Span], state: State | None, length: int) -> None:
+    """Have an empty sequence hold `length` tokens: `spans` one after the other, and the checkpoint there."""
+    for index, leaf in enumerate(sequence.plain()):
+        parts = [span.layers[index] for span in spans]
+        leaf.load(parts[0] if len(parts) == 1 else _joined(parts, [s.length for s in spans]), 0, length)
+    if state is not None:
+        for leaf, held in zip(sequence.stateful(), state.leaves, strict=True):
+            _restore_leaf(leaf, held)
+    sequence.length = length
 
 
 def can_restore(runner: Forwards) -> Generator[None, None, bool]:

@@ -16,6 +16,7 @@ from mlxinfer.engine.adapters import Adapters
 from mlxinfer.engine.forwards import Forwards
 from mlxinfer.engine.grammar import Pacer
 from mlxinfer.engine.logprobs import Logprobs
+from mlxinfer.engine.prefix_store import PrefixStore
 from mlxinfer.engine.ragged import stackable
 from mlxinfer.engine.rows import Choice, Decoding, Launched, Row, RowSpec, uniforms
 from mlxinfer.engine.sampling import BatchSampler, RowState, Sampler
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from mlxinfer.engine.grammar import CompiledGrammar
     from mlxinfer.engine.kv import Sequence
-    from mlxinfer.engine.prefix_store import PrefixStore
+    from mlxinfer.engine.prefix_disk import PrefixDisk
     from mlxinfer.engine.steps import DecodeRow, PrefillChunk, Release, Start, Step
 
 CLEAR_EVERY = 256
@@ -49,6 +50,12 @@ class Runner(Forwards):
         self.submits_early = not runtime.on_cpu()
         """A step is submitted while the one before computes. On a CPU mlx would then copy every buffer that both write
         to: it holds a step's inputs until the step has run."""
+
+    def remember(self, disk: PrefixDisk | None = None) -> None:
+        """Keep what rows leave for others that begin alike, where the model can go on from it. It may hold nothing
+        until it is given room."""
+        if self.restores:
+            self.prefixes = PrefixStore(needs_state=self.needs_checkpoints, max_bytes=0, disk=disk)
 
     def admit(self, spec: RowSpec, grammar: CompiledGrammar | None = None) -> None:
         """Take a request in; it holds no memory until it starts."""
@@ -134,8 +141,7 @@ class Runner(Forwards):
         if start.source is not None:
             row.sequence.share(self._rows[start.source].held, start.cached)
         elif start.cached:
-            assert self.prefixes is not None
-            self.prefixes.restore(row.sequence, start.request_id)
+            self._restore(row)
 
     def _release(self, release: Release) -> None:
         row = self._rows.get(release.request_id)
@@ -145,9 +151,25 @@ class Runner(Forwards):
         sequence, row.sequence = row.sequence, None
         if release.final:
             del self._rows[release.request_id]
-        if self.prefixes is not None and sequence is not None:
-            tokens = (*row.spec.prompt_token_ids, *release.output)[: sequence.length]
+        if sequence is not None:
+            self._leave(row, sequence, (*row.spec.prompt_token_ids, *release.output)[: sequence.length])
+
+    # What the prefix cache has to do with rows; over several ranks another process decides it.
+
+    def _restore(self, row: Row) -> None:
+        """Fill the row of a request that has claimed a prefix."""
+        assert self.prefixes is not None
+        self.prefixes.restore(row.held, row.spec.request_id)
+
+    def _leave(self, row: Row, sequence: Sequence, tokens: tuple[int, ...]) -> None:
+        """`sequence` is what `row` held, of which `tokens` are known."""
+        if self.prefixes is not None:
             self.prefixes.save(sequence, row.spec.cache_key, tokens)
+
+    def _checkpoint(self, row: Row, end: int) -> None:
+        """Remember the state after `end` tokens of the row."""
+        if self.prefixes is not None:
+            self.prefixes.checkpoint(row.held, row.spec.cache_key, row.tokens[:end])
 
     # -- forwards --------------------------------------------------------------------------------------------------
 
@@ -176,8 +198,8 @@ class Runner(Forwards):
         for chunk in chunks:
             row = self._rows[chunk.request_id]
             arrays += row.held.arrays()
-            if chunk.checkpoint and self.prefixes is not None:
-                self.prefixes.checkpoint(row.held, row.spec.cache_key, row.tokens[: chunk.end])
+            if chunk.checkpoint:
+                self._checkpoint(row, chunk.end)
         # Its own little buffer: holding the keys themselves would make their next update a copy.
         marker = mx.sum(arrays[-1][(slice(0, 1),) * arrays[-1].ndim])
         self._unsubmitted.append([*arrays, marker])

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import signal
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mlxinfer.config import Settings
-from mlxinfer.engine.engine import Engine, Request
+from mlxinfer.engine.engine import Request
 from mlxinfer.engine.rows import RowSpec
 from mlxinfer.engine.sampling import RowSampling
-from mlxinfer.engine.start import start_engine
 from tests import tiny
-from tests.clusters import engine_over, parts_of
+from tests.clusters import engine_here, engine_over, parts_of, replies
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 MOE: dict[str, Any] = {
@@ -36,39 +31,6 @@ MOE: dict[str, Any] = {
 }
 FOUR: dict[str, Any] = {"num_key_value_heads": 4}
 PROMPTS = [[5 + i, *range(20, 20 + 9 * i), 7] for i in range(8)]
-
-
-@contextlib.contextmanager
-def engine_here(folder: Path) -> Iterator[Engine]:
-    started = start_engine("folder", folder, name="m", source="here", settings=Settings(prefix_cache_mb=0))
-    try:
-        yield started.engine
-    finally:
-        started.engine.thread.call(started.engine.close)
-
-
-def replies(
-    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int = 16, during: Any = None, **sampling: Any
-) -> list[list[int]]:
-    """Of requests that run together; `during` is called when each has some tokens."""
-    events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    for i, prompt in enumerate(prompts):
-        spec = RowSpec(
-            f"r{i}-{time.monotonic_ns()}", tuple(prompt), RowSampling(**({"temperature": 0.0} | sampling)), i
-        )
-        engine.submit(Request(spec, tokens, frozenset()), lambda event, i=i: events.put((i, event)))
-    got: list[list[int]] = [[] for _ in prompts]
-    left = len(prompts)
-    while left:
-        i, event = events.get(timeout=90)
-        assert event.error is None, event.error
-        if event.token is not None:
-            got[i].append(event.token)
-        left -= event.finished is not None
-        if during is not None and all(len(one) > 3 for one in got):
-            during()
-            during = None
-    return got
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def test_facts_are_counted_from_the_config() -> None:
     assert facts.num_layers == 32
     assert facts.layer_bytes[0] == 4 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
     assert facts.kv_bytes_per_token == 2 * 8 * 128 * 4
-    assert facts.tensor
-    assert not facts.pipeline
+    assert not facts.no_tensor
+    assert facts.no_pipeline
 
 
 def test_over_a_fast_link_heads_are_split_and_over_a_slow_one_a_machine_does_better_alone() -> None:

@@ -51,11 +51,26 @@ def test_what_a_step_gave_survives_infinity_too() -> None:
     assert wire.outputs_in(through(wire.outputs_out(Outputs()))) == Outputs()
 
 
+def test_what_becomes_of_prefixes_survives() -> None:
+    ops = wire.PrefixOps(
+        [("cut", 1, 30, 2, 3)],
+        {"a": wire.Restored([2, 7], None, 50), "b": wire.Restored([], 8, 12)},
+        {"c": [("state", 9, 20), ("left", 10, 5, 20)]},
+        {"d": [("running", 11, 0, 40)]},
+        {1, 5},
+    )
+    assert wire.prefixes_in(through(wire.prefixes_out(ops))) == ops
+    assert wire.prefixes_in(through(wire.prefixes_out(wire.PrefixOps()))) == wire.PrefixOps()
+    for wrong in ({"before": [["cut", 1]]}, {"leave": {"a": [["burn", 1]]}}, {"restore": {"a": [1]}}, {"free": "x"}):
+        with pytest.raises(ChannelError):
+            wire.prefixes_in(wrong)
+
+
 def test_what_is_no_message_is_refused_whatever_it_is() -> None:
     rng = random.Random(3)
     values: list[Any] = [None, 1, "x", [], {}, [[1]], {"number": "x"}, {"number": 1, "start": [[1, 2, 3, 4, 5, 6]]}]
     refused = 0
-    for read in (wire.step_in, wire.spec_in, wire.outputs_in):
+    for read in (wire.step_in, wire.spec_in, wire.outputs_in, wire.prefixes_in):
         for value in [*values, *({rng.choice(["number", "tokens", "start", "sampling"]): v} for v in values)]:
             try:
                 read(value)
