@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxinfer.distributed import wire
+from mlxinfer.distributed import pulse, wire
 from mlxinfer.distributed.frames import Channel, ChannelError
 from mlxinfer.errors import MlxinferError
 
@@ -42,15 +42,17 @@ def main() -> None:
     secret = sys.stdin.buffer.readline().strip()
     host, _, port = asked.connect.rpartition(":")
     channel = Channel(socket.create_connection((host.strip("[]"), int(port)), timeout=10), secret, serving=False)
-    channel.send({"rank": asked.rank, "pid": os.getpid()})
-    Rank(channel, asked.rank).run()
+    ring = pulse.ring()
+    own = pulse.Pulse(ring[asked.rank][0]) if len(ring) > 1 else None
+    channel.send({"rank": asked.rank, "pid": os.getpid(), "pulse": 0 if own is None else own.port})
+    Rank(channel, asked.rank, secret, own).run()
 
 
 class Rank:
     """Messages in, outputs out, in the order of the messages."""
 
-    def __init__(self, channel: Channel, rank: int) -> None:
-        self._channel, self._rank = channel, rank
+    def __init__(self, channel: Channel, rank: int, secret: bytes, own: pulse.Pulse | None) -> None:
+        self._channel, self._rank, self._secret, self._pulse = channel, rank, secret, own
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._group: Any = None
         self._runner: RankRunner | None = None
@@ -99,11 +101,19 @@ class Rank:
         wait = threading.Event()
         while not wait.wait(ALIVE_S):
             try:
-                self._channel.send({"alive": self._steps})
+                deaf = 0.0 if self._pulse is None else self._pulse.deaf_s()
+                self._channel.send({"alive": self._steps, "deaf": deaf})
             except ChannelError:
                 os._exit(LOST)
 
     # Messages
+
+    def _on_next(self, body: Any) -> None:
+        """The rank after this one, to be asked over the link whether it is there."""
+        if self._pulse is not None:
+            ring = pulse.ring()
+            host, _ = ring[(self._rank + 1) % len(ring)]
+            self._pulse.begin(self._secret, str(body["session"]), host, int(body["port"]))
 
     def _on_load(self, body: Any) -> None:
         """Another model in the place of the one before, if there was one."""
@@ -194,7 +204,7 @@ class Rank:
             self._channel.send({"out": wire.outputs_out(out), "number": launched.step.number})
 
 
-MESSAGES = {"load", "probe", "admit", "prefix", "step", "read", "forget", "digest", "stop"}
+MESSAGES = {"next", "load", "probe", "admit", "prefix", "step", "read", "forget", "digest", "stop"}
 
 
 def _told(runner: RankRunner, model: Any) -> dict[str, Any]:

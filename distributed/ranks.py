@@ -157,11 +157,14 @@ class RankSet:
         """What each rank may take for idle prefixes; None: nobody has said."""
         self._digests: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[tuple[int, Outputs] | None] = queue.SimpleQueue()
+        self.cut: tuple[int, int] | None = None
+        """Two ranks whose link carries nothing any more."""
         self._lost = ""
         self._closed = False
         self._ready = [threading.Event() for _ in seats]
         self._seen = [time.monotonic() + CONNECT_S] * self.size
         self._channels: dict[int, Channel] = {}
+        self._pulses: dict[int, int] = {}
         self._handles: list[Handle] = []
         self._session = random_secrets.token_hex(16)
         try:
@@ -170,6 +173,8 @@ class RankSet:
                 self._accept(server, secret)
             for rank in range(self.size):
                 threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
+            for rank in range(self.size):
+                self.send(rank, {"next": {"session": self._session, "port": self._pulses[(rank + 1) % self.size]}})
             self.load([seat.folder for seat in seats], dtype=dtype, begin=begin)
         except BaseException:
             self.close()
@@ -270,7 +275,8 @@ class RankSet:
                 continue
             try:
                 channel = Channel(connection, secret.encode(), serving=True)
-                rank = int(channel.receive(timeout=5.0)["rank"])
+                said = channel.receive(timeout=5.0)
+                rank, pulse = int(said["rank"]), int(said["pulse"])
             except (ChannelError, TypeError, KeyError, ValueError) as error:
                 log.warning("a connection to the ranks' port was refused: %s", error)
                 continue
@@ -278,7 +284,7 @@ class RankSet:
                 log.warning("a connection to the ranks' port says it is rank %s", rank)
                 channel.close()
                 continue
-            self._channels[rank] = channel
+            self._channels[rank], self._pulses[rank] = channel, pulse
 
     def _check_started(self, ends: float) -> None:
         for rank, handle in enumerate(self._handles):
@@ -303,6 +309,9 @@ class RankSet:
             try:
                 message = channel.receive()
                 self._seen[rank] = time.monotonic()
+                if self._all_ready and float(message.get("deaf", 0)) > SILENT_S:
+                    self.cut = rank, (rank + 1) % self.size
+                    raise ChannelError(f"its link to rank {(rank + 1) % self.size} carries nothing")
                 if "failed" in message:
                     raise ChannelError(str(message["failed"]))
                 if "ready" in message:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mlxinfer.config import Settings
+    from mlxinfer.distributed.cluster_file import Link
     from mlxinfer.distributed.ranks import Place
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,11 @@ class Spread:
         self._kinds, self._dtype, self._say, self._planned = kinds, dtype, say, planned
         self._places: dict[str, There] = {}
         self._lock = threading.Lock()
+        self._ranks: RankSet | None = None
+        self._cut: set[Link] = set()
+        """Links that carried nothing any more."""
+        self._vain: set[tuple[str, tuple[str, ...]]] = set()
+        """Kinds and nodes of plans whose ranks didn't start."""
         self.plan: Plan | None = None
         """What runs now."""
         from mlxinfer.formats.files import read_json_object
@@ -76,19 +82,25 @@ class Spread:
         with self._lock:
             if why:
                 self._say(f"Beginning again: {why}")
+            self._leave_out_cut()
             here = self._reachable(again=bool(why))
             found = plan(here, self.config, name=self.source.name, **self._how)
             runs = [made for made in found.plans if made.kind in RUN]
+            runs = [made for made in runs if (made.kind, made.nodes) not in self._vain] or runs
             chosen = next((made for made in runs if made.kind in self._kinds), None)
             if chosen is None and (not why or not runs):
                 raise WontFitError(f"there is no plan of the kinds {', '.join(sorted(self._kinds))}")
             # What was asked for can't be had any more; open streams matter more.
             chosen = chosen or runs[0]
             self._say(f"Plan: {chosen.kind} over {', '.join(chosen.nodes)}")
-            seats = [self._seat(chosen, rank) for rank in range(chosen.size)]
-            ranks = RankSet(seats, self.cluster.secret, listen=self.cluster.nodes[0].host, dtype=self._dtype)
+            seats = [self._seat(chosen, here, rank) for rank in range(chosen.size)]
+            try:
+                ranks = RankSet(seats, self.cluster.secret, listen=self.cluster.nodes[0].host, dtype=self._dtype)
+            except RanksLostError:
+                self._vain.add((chosen.kind, chosen.nodes))
+                raise
             ranks.spare_bytes = _spare(chosen, here)
-            self.plan = chosen
+            self.plan, self._ranks = chosen, ranks
             self._planned(chosen, why)
             return ranks
 
@@ -115,16 +127,26 @@ class Spread:
                 continue
             left.append(node)
         names = {node.name for node in left}
-        links = tuple(link for link in self.cluster.links if set(link.between) <= names)
+        links = tuple(link for link in self.cluster.links if set(link.between) <= names and link not in self._cut)
         return Cluster(tuple(left), links, self.cluster.secret)
 
-    def _seat(self, chosen: Plan, rank: int) -> Seat:
+    def _leave_out_cut(self) -> None:
+        """The link that the ranks of before found to carry nothing. It counts again when this is started again."""
+        if self._ranks is None or self._ranks.cut is None or self.plan is None:
+            return
+        one, other = (self.plan.nodes[rank] for rank in self._ranks.cut)
+        links = [link for link in self.cluster.links_between(one, other) if link not in self._cut]
+        if links:
+            self._cut.add(links[0])
+            self._say(f"Without the link between {one} and {other} ({links[0].kind}) until the next start")
+
+    def _seat(self, chosen: Plan, here: Cluster, rank: int) -> Seat:
         kind = "pipeline" if chosen.kind == "pipeline" else "tensor"
         part = shards.Part(kind, rank, chosen.size, chosen.split if kind == "pipeline" else ())
         folder = shards.cut(self.source, part, self.parts)
         name = chosen.nodes[rank]
         there = self._places.get(name)
-        host = self._address(chosen, rank)
+        host = self._address(chosen, here, rank)
         if there is None:
             place: Place = Here(self.cluster.nodes[0].host)
             return Seat(place, str(folder), host)
@@ -133,7 +155,7 @@ class Spread:
         except AgentError as error:
             raise RanksLostError(str(error)) from error
 
-    def _address(self, chosen: Plan, rank: int) -> str:
+    def _address(self, chosen: Plan, here: Cluster, rank: int) -> str:
         """Where the rank before this one reaches it: this end of the link that the plan has between the two.
 
         In mlx's ring a rank listens for the one before it, and the first for the last.
@@ -141,7 +163,7 @@ class Spread:
         if chosen.size == 1:
             return ""
         # The ends of a pipeline needn't be joined; then it is the machine's own address.
-        return self.cluster.end(chosen.nodes[rank], chosen.nodes[rank - 1], wifi=self._how["wifi"])
+        return here.end(chosen.nodes[rank], chosen.nodes[rank - 1], wifi=self._how["wifi"])
 
 
 def _spare(chosen: Plan, cluster: Cluster) -> int:
