@@ -36,7 +36,8 @@ _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}/[a-z]+-[a-z0-9-]+-rank-[0-
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.(?:safetensors|json|jinja)")
 _HOST = re.compile(r"[A-Za-z0-9.:_-]{1,253}")
 _ADDRESS = re.compile(r"\[?[A-Za-z0-9.:_-]{1,253}\]?:[0-9]{1,5}")
-BACKENDS = ("ring", "jaccl", "any")
+FILES = {"MLX_HOSTFILE", "MLX_IBV_DEVICES"}
+"""What mlx is told of the ranks, by the variable that names the file."""
 
 
 class Agent:
@@ -206,13 +207,15 @@ class _Session:
         return offset + len(data)
 
     def _spawn(self, body: Any) -> int:
-        connect, rank, backend = str(body["connect"]), int(body["rank"]), str(body.get("backend", "ring"))
-        if not _ADDRESS.fullmatch(connect) or not 0 <= rank < 1024 or backend not in BACKENDS:
+        connect, rank, coordinator = str(body["connect"]), int(body["rank"]), str(body.get("coordinator") or "")
+        files = {str(name): str(content) for name, content in body["files"].items()}
+        fine = not coordinator or _ADDRESS.fullmatch(coordinator)
+        if not _ADDRESS.fullmatch(connect) or not 0 <= rank < 1024 or not fine or not files.keys() <= FILES:
             raise InvalidRequestError(f"no rank can be started with {body!r:.200}")
         self._agent.claim(self)
-        arguments = ("--connect", connect, "--rank", str(rank))
+        environment = {"MLX_RANK": str(rank)} | ({"MLX_JACCL_COORDINATOR": coordinator} if coordinator else {})
         self._made += 1
-        handle = self._here.spawn(arguments, {"MLX_RANK": str(rank)}, str(body["hostfile"]), self._secret)
+        handle = self._here.spawn(("--connect", connect, "--rank", str(rank)), environment, files, self._secret)
         self.ranks[self._made] = (rank, time.monotonic(), handle)
         return self._made
 

@@ -90,6 +90,22 @@ class Cluster:
         links = [link for link in self.links_between(name, other) if wifi or link.kind != "wifi"]
         return links[0].addresses[links[0].between.index(name)] if links else ""
 
+    def devices(self, name: str, others: Sequence[str]) -> tuple[str | None, ...]:
+        """RDMA devices of `name` towards each of `others`, None for itself. Raises InvalidRequestError where a pair
+        isn't joined by Thunderbolt 5 whose interfaces are known."""
+        found: list[str | None] = []
+        for other in others:
+            links = self.links_between(name, other)
+            known = [link for link in links if link.kind == "thunderbolt5" and all(link.interfaces)]
+            if name != other and not known:
+                raise InvalidRequestError(
+                    f"JACCL needs Thunderbolt 5 between {name} and {other}, with its interfaces in the cluster's file",
+                    param="backend",
+                )
+            # As macOS calls them: rdma_en5 belongs to en5.
+            found.append(None if name == other else f"rdma_{known[0].interfaces[known[0].between.index(name)]}")
+        return tuple(found)
+
 
 def read(path: Path) -> Cluster:
     """Raises InvalidRequestError that names file, table and field, for a file that others may read, too."""

@@ -56,8 +56,10 @@ class Place(Protocol):
         """For the collectives, at an address of its own; without one, at `host`."""
         ...
 
-    def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> Handle:
-        """Start a rank's process. `hostfile` is the content of mlx's."""
+    def spawn(
+        self, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[str, str], secret: str
+    ) -> Handle:
+        """Start a rank's process. `files` are contents, by the variable that is to name the file."""
         ...
 
 
@@ -91,17 +93,23 @@ class Here:
         except OSError as error:
             raise RanksLostError(f"{where} is no address of this machine: {error.strerror}") from error
 
-    def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> Handle:
-        return _Process(arguments, environment, hostfile, secret)
+    def spawn(
+        self, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[str, str], secret: str
+    ) -> Handle:
+        return _Process(arguments, environment, files, secret)
 
 
 class _Process:
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> None:
-        with tempfile.NamedTemporaryFile("w", prefix="mlxinfer-ring-", suffix=".json", delete=False) as file:
-            file.write(hostfile)
-        self._file = Path(file.name)
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[str, str], secret: str
+    ) -> None:
+        self._files: dict[str, Path] = {}
+        for name, content in files.items():
+            with tempfile.NamedTemporaryFile("w", prefix="mlxinfer-ranks-", suffix=".json", delete=False) as file:
+                file.write(content)
+            self._files[name] = Path(file.name)
         command = [sys.executable, "-m", "mlxinfer.distributed.rank", *arguments]
-        held = os.environ | dict(environment) | {"MLX_HOSTFILE": file.name}
+        held = os.environ | dict(environment) | {name: str(path) for name, path in self._files.items()}
         # A process group of its own: Ctrl-C in a terminal is for the coordinator, which ends them in order.
         self._process = subprocess.Popen(command, env=held, stdin=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None
@@ -113,7 +121,8 @@ class _Process:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._file.unlink(missing_ok=True)
+        for path in self._files.values():
+            path.unlink(missing_ok=True)
 
     def ended(self) -> str:
         code = self._process.poll()
@@ -134,6 +143,8 @@ class Seat:
     folder: str
     host: str = ""
     """Where the rank before it reaches it for collectives, on the link between the two; else its place's."""
+    devices: tuple[str | None, ...] = ()
+    """Of RDMA, towards each rank, None for itself: what JACCL goes over in the place of TCP."""
 
 
 class RankSet:
@@ -151,6 +162,7 @@ class RankSet:
         """Start them and load their parts, or measure the link between them. Raises RanksLostError, and then
         none is left."""
         self.size = len(seats)
+        self._backend = "jaccl" if all(seat.devices for seat in seats) else "ring"
         self.told: dict[int, dict[str, Any]] = {}
         """What each rank tells of its part of the model, or of the link."""
         self.spare_bytes: int | None = None
@@ -186,7 +198,7 @@ class RankSet:
         for event in self._ready:
             event.clear()
         for rank, folder in enumerate(folders):
-            self.send(rank, {begin: {"folder": folder, "dtype": dtype, "backend": "ring", "size": self.size}})
+            self.send(rank, {begin: {"folder": folder, "dtype": dtype, "backend": self._backend, "size": self.size}})
         self._wait_ready()
 
     @property
@@ -258,11 +270,18 @@ class RankSet:
     # Inside
 
     def _spawn(self, seats: Sequence[Seat], secret: str, address: str) -> None:
-        hosts = [(seat.host or seat.place.host, seat.place.free_port(seat.host)) for seat in seats]
-        hostfile = json.dumps([[f"{host}:{port}"] for host, port in hosts])
+        environment: dict[str, str] = {}
+        if self._backend == "jaccl":
+            files = {"MLX_IBV_DEVICES": json.dumps([seat.devices for seat in seats])}
+            first = seats[0].place
+            environment["MLX_JACCL_COORDINATOR"] = f"{first.host}:{first.free_port()}"
+        else:
+            hosts = [(seat.host or seat.place.host, seat.place.free_port(seat.host)) for seat in seats]
+            files = {"MLX_HOSTFILE": json.dumps([[f"{host}:{port}"] for host, port in hosts])}
         for rank, seat in enumerate(seats):
             arguments = ("--connect", address, "--rank", str(rank))
-            self._handles.append(seat.place.spawn(arguments, {"MLX_RANK": str(rank)}, hostfile, secret))
+            held = {**environment, "MLX_RANK": str(rank)}
+            self._handles.append(seat.place.spawn(arguments, held, files, secret))
 
     def _accept(self, server: socket.socket, secret: str) -> None:
         ends = time.monotonic() + CONNECT_S

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlxinfer.distributed import shards
 from mlxinfer.distributed.cluster_file import Cluster
@@ -55,12 +55,14 @@ class Spread:
         kinds: frozenset[str] = frozenset(RUN),
         dtype: str = "auto",
         wifi: bool = False,
+        backend: Literal["ring", "jaccl"] = "ring",
         say: Callable[[str], None] = log.info,
         planned: Callable[[Plan, str], None] = lambda plan, why: None,
     ) -> None:
         self.cluster, self.source, self.parts = cluster, source, parts
         self._how: dict[str, Any] = {"context": context, "objective": objective, "wifi": wifi}
         self._kinds, self._dtype, self._say, self._planned = kinds, dtype, say, planned
+        self._backend = backend
         self._places: dict[str, There] = {}
         self._lock = threading.Lock()
         self._ranks: RankSet | None = None
@@ -147,11 +149,12 @@ class Spread:
         name = chosen.nodes[rank]
         there = self._places.get(name)
         host = self._address(chosen, here, rank)
+        devices = here.devices(name, chosen.nodes) if self._backend == "jaccl" and chosen.size > 1 else ()
         if there is None:
             place: Place = Here(self.cluster.nodes[0].host)
-            return Seat(place, str(folder), host)
+            return Seat(place, str(folder), host, devices)
         try:
-            return Seat(there, there.bring(f"{_plain(self.source.name)}/{part.name}", folder), host)
+            return Seat(there, there.bring(f"{_plain(self.source.name)}/{part.name}", folder), host, devices)
         except AgentError as error:
             raise RanksLostError(str(error)) from error
 

@@ -77,10 +77,14 @@ class There:
         except AgentError as error:
             raise RanksLostError(str(error)) from error
 
-    def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> RemoteRank:
-        connect, rank = arguments[1], int(arguments[3])
+    def spawn(
+        self, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[str, str], secret: str
+    ) -> RemoteRank:
+        about = {"connect": arguments[1], "rank": int(arguments[3]), "files": dict(files)}
+        if "MLX_JACCL_COORDINATOR" in environment:
+            about["coordinator"] = environment["MLX_JACCL_COORDINATOR"]
         try:
-            return RemoteRank(self, self.ask("spawn", connect=connect, rank=rank, hostfile=hostfile))
+            return RemoteRank(self, self.ask("spawn", **about))
         except AgentError as error:
             raise RanksLostError(str(error)) from error
 

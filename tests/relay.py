@@ -66,8 +66,11 @@ class _Place(Here):
         super().__init__()
         self._ring, self._rank = ring, rank
 
-    def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], hostfile: str, secret: str) -> Handle:
-        return super().spawn(arguments, environment, self._ring.relayed(self._rank, hostfile), secret)
+    def spawn(
+        self, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[str, str], secret: str
+    ) -> Handle:
+        relayed = {name: self._ring.relayed(self._rank, hostfile) for name, hostfile in files.items()}
+        return super().spawn(arguments, environment, relayed, secret)
 
 
 def _pump(source: socket.socket, target: socket.socket, delay: float, rate: float) -> None:

@@ -19,6 +19,12 @@ from mlxinfer.cli import serve as single
 @click.option("--port", type=int, metavar="N", help="Port [8080]; 0 takes a free one.")
 @click.option("--access-log", metavar="WHERE", help="A line for each request: stderr, off or a file [stderr].")
 @click.option("--parts", type=click.Path(path_type=Path), help="Where parts of models are kept [in the cache].")
+@click.option(
+    "--backend",
+    type=click.Choice(["ring", "jaccl"]),
+    default="ring",
+    help="Collectives over TCP, or over RDMA on Thunderbolt 5 [ring].",
+)
 @options.json_option
 def serve(
     model: str,
@@ -28,6 +34,7 @@ def serve(
     kinds: tuple[str, ...],
     wifi: bool,
     parts: Path | None,
+    backend: Any,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -58,6 +65,7 @@ def serve(
         kinds=clusters.wanted(kinds),
         dtype=settings.dtype,
         wifi=wifi,
+        backend=backend,
         say=output.say,
         planned=status.write,
     )

@@ -127,10 +127,11 @@ def test_bytes_that_arrive_damaged_are_not_kept(there: There, tmp_path: Path) ->
         ("put", {"part": PART, "file": "../x.json", "offset": 0}),
         ("put", {"part": PART, "file": "x.py", "offset": 0}),
         ("put", {"part": PART, "file": "a/b.json", "offset": 0}),
-        ("spawn", {"connect": "host:1; rm -rf /", "rank": 0, "hostfile": "[]"}),
-        ("spawn", {"connect": "-c:1 x", "rank": 0, "hostfile": "[]"}),
-        ("spawn", {"connect": "h:1", "rank": -1, "hostfile": "[]"}),
-        ("spawn", {"connect": "h:1", "rank": 0, "hostfile": "[]", "backend": "own"}),
+        ("spawn", {"connect": "host:1; rm -rf /", "rank": 0, "files": {}}),
+        ("spawn", {"connect": "-c:1 x", "rank": 0, "files": {}}),
+        ("spawn", {"connect": "h:1", "rank": -1, "files": {}}),
+        ("spawn", {"connect": "h:1", "rank": 0, "files": {"LD_PRELOAD": "x"}}),
+        ("spawn", {"connect": "h:1", "rank": 0, "files": {}, "coordinator": "h:1; id"}),
         ("spawn", {}),
         ("eval", {"code": "1"}),
     ],
@@ -190,7 +191,9 @@ def test_ranks_end_with_their_coordinator(agent: Agent) -> None:
     """The rank waits for someone who accepts and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = _again(agent)
-        number = there.ask("spawn", connect=f"127.0.0.1:{server.getsockname()[1]}", rank=0, hostfile="[]")
+        number = there.ask(
+            "spawn", connect=f"127.0.0.1:{server.getsockname()[1]}", rank=0, files={"MLX_HOSTFILE": "[]"}
+        )
         connection, _ = server.accept()
         channel = Channel(connection, SECRET.encode(), serving=True)
         pid = channel.receive(20)["pid"]

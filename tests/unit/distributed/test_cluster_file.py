@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -122,3 +123,28 @@ def test_what_is_wrong_is_named_by_file_and_field(tmp_path: Path, old: str, new:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"gone\.toml cannot be read"):
         cluster_file.read(tmp_path / "gone.toml")
+
+
+def test_rdma_devices_are_those_of_the_interfaces_and_thunderbolt_4_has_none() -> None:
+    nodes = tuple(Node(name, name, 8, 100) for name in ("a", "b", "c"))
+    joined = [("a", "b", "en2", "en5"), ("c", "a", "en3", "en4"), ("b", "c", "en6", "en7")]
+    links = tuple(Link((a, b), "thunderbolt5", 10, 6, ("1", "2"), (x, y)) for a, b, x, y in joined)
+    cluster = Cluster(nodes, links)
+    assert [cluster.devices(name, ("a", "b", "c")) for name in "abc"] == [
+        (None, "rdma_en2", "rdma_en4"),
+        ("rdma_en5", None, "rdma_en6"),
+        ("rdma_en3", "rdma_en7", None),
+    ]
+    four = dataclasses.replace(links[0], kind="thunderbolt4")
+    for other in (four, dataclasses.replace(links[0], interfaces=("en2", ""))):
+        with pytest.raises(InvalidRequestError, match="Thunderbolt 5 between a and b"):
+            Cluster(nodes, (other, *links[1:])).devices("a", ("a", "b", "c"))
+
+
+def test_the_best_link_gives_the_address_and_wifi_only_when_it_is_taken() -> None:
+    wifi = Link(("a", "b"), "wifi", 8000, 99, ("10.0.0.1", "10.0.0.2"))
+    cable = Link(("b", "a"), "ethernet", 100, 1, ("10.1.0.2", "10.1.0.1"))
+    both = Cluster((), (wifi, cable))
+    assert (both.end("a", "b", wifi=True), both.end("b", "a", wifi=True)) == ("10.1.0.1", "10.1.0.2")
+    alone = Cluster((), (wifi,))
+    assert (alone.end("a", "b", wifi=True), alone.end("a", "b", wifi=False)) == ("10.0.0.1", "")
