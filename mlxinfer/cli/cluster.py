@@ -13,6 +13,7 @@ cluster = Subverbs(
         "plan": ("mlxinfer.cli.cluster_plan:plan", "Say how a model would be spread, and how fast it would be."),
         "shard": ("mlxinfer.cli.cluster_shard:shard", "Cut a model for the machines, ahead of time."),
         "serve": ("mlxinfer.cli.cluster_serve:serve", "Serve a model over the machines."),
+        "proxy": ("mlxinfer.cli.cluster_proxy:proxy", "Write a HAProxy configuration for whole servers side by side."),
     },
     help="Run one model over several machines.",
     epilog=options.example(
