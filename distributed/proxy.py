@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ MAX_SOCKET_BYTES = 90
 """Of the runtime socket's path: HAProxy adds its process id, and the system allows some 104."""
 INSPECTED_BYTES = 256 << 10
 """Of a body: where the conversation's first message is looked for."""
+MAX_ID = 1_000_000
+"""Of a replica on the ring: HAProxy hashes 4096 times this in 32 bits."""
 FIRST_MESSAGES = 3
 """System messages and the user's first, at most."""
 FIRST_PARTS = 3
@@ -206,7 +209,7 @@ def _back(replicas: Sequence[Replica], options: ProxyOptions) -> Iterator[str]:
     yield "    balance hash var(txn.key)"
     yield "    hash-type consistent sdbm avalanche"
     yield "    # In percent of the mean: with more, a turn goes to the next replica of the ring."
-    yield f"    hash-balance-factor {min(50 * len(replicas) + 50, 200) if len(replicas) > 1 else 0}"
+    yield f"    hash-balance-factor {min(75 * len(replicas), 250) if len(replicas) > 1 else 0}"
     yield "    stick-table type string len 64 size 100k expire 24h"
     yield "    stick match var(txn.response)"
     yield "    stick store-response res.hdr(x-mlxinfer-response-id)"
@@ -219,7 +222,7 @@ def _back(replicas: Sequence[Replica], options: ProxyOptions) -> Iterator[str]:
     yield "    http-check expect status 200"
     yield "    # A machine without power says nothing: its requests without an answer are sent again after 20 s."
     yield "    option srvtcpka"
-    server = f"check inter 2s fastinter 500ms downinter 1s fall 2 rise 1 init-addr libc,none maxconn {options.max_requests}"
+    server = f"check inter 2s fastinter 500ms downinter 1s fall 2 rise 1 weight 100 init-addr libc,none maxconn {options.max_requests}"
     yield ".if feature(EPOLL)"
     yield "    srvtcpka-idle 10s"
     yield "    srvtcpka-intvl 2s"
@@ -228,8 +231,20 @@ def _back(replicas: Sequence[Replica], options: ProxyOptions) -> Iterator[str]:
     yield ".else"
     yield f"    default-server {server}"
     yield ".endif"
+    for one, number in zip(replicas, _ids(replicas), strict=True):
+        yield f"    server {one.name} {one.address} id {number}"
+
+
+def _ids(replicas: Sequence[Replica]) -> list[int]:
+    """Where each stands on the ring: the address says it, so that one more replica, or one less, moves nobody else's
+    conversations. HAProxy itself counts lines."""
+    found: list[int] = []
     for one in replicas:
-        yield f"    server {one.name} {one.address}"
+        number = zlib.crc32(one.address.encode()) % MAX_ID + 1
+        while number in found:
+            number = number % MAX_ID + 1
+        found.append(number)
+    return found
 
 
 def _query(path: str) -> str:

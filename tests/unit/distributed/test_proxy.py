@@ -49,9 +49,19 @@ def text_of(replicas: Any = TWO, **changes: Any) -> str:
 
 def test_each_replica_is_a_server_that_is_asked_whether_it_is_ready() -> None:
     text = text_of([*TWO, Replica("six", "fd00::6", 9000)])
-    assert "    server studio 10.0.0.1:8080\n    server mini mini.local:8081\n    server six [fd00::6]:9000\n" in text
+    servers = re.findall(r"^    server (\S+) (\S+) id \d+$", text, re.MULTILINE)
+    assert servers == [("studio", "10.0.0.1:8080"), ("mini", "mini.local:8081"), ("six", "[fd00::6]:9000")]
     assert "http-check send meth GET uri /ready" in text
     assert re.search(r"default-server check .* maxconn 288 tcp-ut 20s\n", text)
+
+
+def test_a_replica_keeps_its_place_on_the_ring_when_others_come_and_go() -> None:
+    def ids(replicas: list[Replica]) -> dict[str, str]:
+        return dict(re.findall(r"^    server (\S+) \S+ (id \d+)$", text_of(replicas), re.MULTILINE))
+
+    many = [Replica(f"r{i}", "10.0.0.1", 8000 + i) for i in range(MAX_REPLICAS)]
+    assert len(set(ids(many).values())) == MAX_REPLICAS
+    assert ids(many[5:9]).items() <= ids(many).items()
 
 
 def test_the_runtime_socket_is_its_owners() -> None:
@@ -75,7 +85,7 @@ def test_options_are_where_haproxy_reads_them() -> None:
     assert "x-session-id" not in text
 
 
-@pytest.mark.parametrize(("count", "factor"), [(1, 0), (2, 150), (3, 200), (8, 200)])
+@pytest.mark.parametrize(("count", "factor"), [(1, 0), (2, 150), (3, 225), (8, 250)])
 def test_no_replica_gets_more_than_its_part_of_what_runs(count: int, factor: int) -> None:
     text = text_of([Replica(f"r{i}", "h", 8000 + i) for i in range(count)])
     assert f"hash-balance-factor {factor}\n" in text
@@ -151,7 +161,8 @@ def run(*arguments: str) -> tuple[int, str, str]:
 def test_the_configuration_goes_to_stdout_and_what_to_do_to_stderr() -> None:
     code, out, said = run("--replica", "127.0.0.1:9001", "--replica", "b=[::1]:9002", "--port", "9000")
     assert code == 0, said
-    assert "    server replica1 127.0.0.1:9001\n    server b [::1]:9002\n" in out
+    assert "    server replica1 127.0.0.1:9001 id" in out
+    assert "    server b [::1]:9002 id" in out
     assert "haproxy -c -f haproxy.cfg" in said
     assert "set server replicas/replica1 state drain" in said
 
@@ -168,7 +179,7 @@ def test_the_machines_of_a_cluster_are_replicas_at_the_servers_port(tmp_path: Pa
         "file": str(target),
     }
     text = target.read_text()
-    assert "server two [fd00::2]:8123\n" in text
+    assert "server two [fd00::2]:8123 id" in text
     assert "0123456789abcdef" not in text
     assert run("--cluster", str(file), "-o", str(target))[0] == 2
     assert target.read_text() == text
