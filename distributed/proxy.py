@@ -92,9 +92,11 @@ class ProxyOptions:
                 raise _wrong("session_header", f"header {header!a:.80}; letters, digits, - and _ make one")
         path = str(self.socket)
         if not _SOCKET.fullmatch(path):
-            raise _wrong("socket", f"socket {path!a:.120}; an absolute path of letters, digits, spaces and ._/@+- is needed")
+            raise _wrong(
+                "socket", f"socket {path!a:.120}; an absolute path of letters, digits, blanks and ._/@+- is needed"
+            )
         if len(path) > MAX_SOCKET_BYTES:
-            raise _wrong("socket", f"socket {path!a:.120} has {len(path)} bytes, more than {MAX_SOCKET_BYTES}; put it in /tmp")
+            raise _wrong("socket", f"socket {path!a:.120} has more than {MAX_SOCKET_BYTES} bytes; put it in /tmp")
 
 
 def configuration(replicas: Sequence[Replica], options: ProxyOptions) -> str:
@@ -197,7 +199,8 @@ def _first_messages() -> Iterator[str]:
         found.append(f"txn.text{message}")
         yield f"    acl system{message} var(txn.role{message}) -m str system developer"
         condition += f" system{message}"
-    yield f"    http-request set-var(txn.text0) {_query('$.messages')},xxh64 if chats !known !{{ var(txn.role0) -m found }}"
+    plain = "chats !known !{ var(txn.role0) -m found }"
+    yield f"    http-request set-var(txn.text0) {_query('$.messages')},xxh64 if {plain}"
     for name in found:
         yield f"    acl first var({name}) -m found"
     key = "/".join(f"%[var({name})]" for name in found)
@@ -222,7 +225,8 @@ def _back(replicas: Sequence[Replica], options: ProxyOptions) -> Iterator[str]:
     yield "    http-check expect status 200"
     yield "    # A machine without power says nothing: its requests without an answer are sent again after 20 s."
     yield "    option srvtcpka"
-    server = f"check inter 2s fastinter 500ms downinter 1s fall 2 rise 1 weight 100 init-addr libc,none maxconn {options.max_requests}"
+    server = "check inter 2s fastinter 500ms downinter 1s fall 2 rise 1 weight 100 init-addr libc,none"
+    server += f" maxconn {options.max_requests}"
     yield ".if feature(EPOLL)"
     yield "    srvtcpka-idle 10s"
     yield "    srvtcpka-intvl 2s"

@@ -63,7 +63,7 @@ SERVER_PORT = 8080
     metavar="NAME",
     help="A header that names a conversation, before the usual ones. May be repeated.",
 )
-@click.option("--socket", type=click.Path(path_type=Path), help="Of HAProxy's runtime API [haproxy.sock beside the file].")
+@click.option("--socket", type=click.Path(path_type=Path), help="HAProxy's runtime API [haproxy.sock beside the file].")
 @click.option("-o", "--output", "target", type=click.Path(path_type=Path), help="Where it is written [stdout].")
 @click.option("--overwrite", is_flag=True, help="Replace a file that exists.")
 @options.json_option
@@ -111,9 +111,10 @@ def proxy(
         write(target, text)
     named = [{"name": one.name, "address": one.address} for one in found]
     if as_json:
-        output.emit_json({"replicas": named, "socket": str(chosen.socket)} | (
-            {"configuration": text} if target is None else {"file": str(target)}
-        ))
+        output.emit_json(
+            {"replicas": named, "socket": str(chosen.socket)}
+            | ({"configuration": text} if target is None else {"file": str(target)})
+        )
     else:
         explain(target or Path("haproxy.cfg"), chosen.socket, found)
 
@@ -162,4 +163,4 @@ def explain(target: Path, socket: Path, replicas: list[Replica]) -> None:
         ("drain", f"echo 'set server replicas/{replicas[0].name} state drain' | nc -U {runtime}   (and: state ready)"),
     ):
         output.say(f"{what:>18}  {command}")
-    output.say("Clients that call the proxy by a name need it at each replica: mlxinfer serve --allow-host NAME", dim=True)
+    output.say("Clients that call it by a name need that at each replica: mlxinfer serve --allow-host NAME", dim=True)

@@ -93,7 +93,7 @@ class EventStream(Response):
                 await self._begin(send)
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-        except Exception as error:  # noqa: BLE001 (the HTTP edge)
+        except Exception as error:  # the HTTP edge
             if self._held is not None:
                 raise  # an answer of its own, with its status
             # The status line is out: what went wrong is the last event.

@@ -169,7 +169,7 @@ def test_nine_turns_of_ten_land_on_the_prefix_that_the_conversation_has_computed
         list(pool.map(talk, range(CONVERSATIONS)))
     assert len(landed) == CONVERSATIONS * (TURNS - 1)
     share = sum(landed) / len(landed)
-    print(f"{share:.1%} of turns on their prefix; requests {dict(elsewhere)}")  # noqa: T201
+    print(f"{share:.1%} of turns on their prefix; requests {dict(elsewhere)}")
     assert share >= 0.9
     assert min(elsewhere[f"r{index}"] for index in range(REPLICAS)) >= CONVERSATIONS * TURNS / REPLICAS / 4
 
@@ -182,10 +182,14 @@ FORMS: dict[str, tuple[str, dict[str, Any], str]] = {
     "two system messages": (CHAT, body(SYSTEM, {"role": "developer", "content": "x"}, user("NUMBER")), "messages"),
     "parts": (CHAT, body(SYSTEM, {"role": "user", "content": PARTS}), "messages"),
     "escapes": (CHAT, body(SYSTEM, user('"\\ud83d\\n\u6771\u4eac" \\ NUMBER {[')), "messages"),
-    "content before role": (CHAT, body({"content": "NUMBER {\"role\": \"x\"}", "role": "user"}), "messages"),
+    "content before role": (CHAT, body({"content": 'NUMBER {"role": "x"}', "role": "user"}), "messages"),
     "anthropic": ("/v1/messages", body(user("NUMBER"), system=[{"type": "text", "text": "SALT"}]), "messages"),
     "responses": ("/v1/responses", {"model": "m", "input": [user("NUMBER")], "max_output_tokens": 8}, "input"),
-    "ollama": ("/api/chat", {"model": "m", "stream": False, "messages": [SYSTEM, user("NUMBER")]}, "messages"),
+    "ollama": (
+        "/api/chat",
+        {"model": "m", "stream": False, "messages": [SYSTEM, user("NUMBER")], "options": {"num_predict": 8}},
+        "messages",
+    ),
     "deep tools in front": (
         CHAT,
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"input": {}}}}}]}
@@ -213,7 +217,7 @@ def test_a_turn_goes_where_the_first_went_however_the_client_writes_it(replicas:
                 reply = client.post(path, content=text, headers={"content-type": "application/json"})
                 assert reply.status_code in (200, 400), reply.text
                 where.add(reply.headers[MARK])
-                if number > 2:
+                if number:
                     break
             assert len(where) == 1, (number, where)
             seen[where.pop()] += 1
@@ -264,6 +268,7 @@ class Told:
     def __init__(self) -> None:
         self.status = 0
         self.events = 0
+        self.silences = 0
         self.whole = False
         self.replica = ""
         self.error = ""
@@ -277,6 +282,7 @@ def ask(url: str, number: int, told: Told, *, stream: bool, tokens: int = 200) -
             if stream:
                 for line in reply.iter_lines():
                     told.events += line.startswith("data: {")
+                    told.silences += line.startswith(":")
                     told.whole |= line == "data: [DONE]"
             else:
                 told.whole = json.loads(reply.read())["usage"]["completion_tokens"] == tokens
@@ -293,7 +299,7 @@ def test_a_replica_that_is_killed_under_load_loses_nothing_that_has_not_streamed
     for thread in threads:
         thread.start()
     until = time.monotonic() + 60
-    while replicas.running(0) < RUNS + 1 or not any(told.replica == "r0" and told.events for told, _ in asked):
+    while replicas.running(0) < RUNS + 1 or not any(told.replica == "r0" and told.events > 1 for told, _ in asked):
         assert time.monotonic() < until
         time.sleep(0.005)
     replicas.servers[0].send_signal(signal.SIGKILL)
@@ -302,8 +308,10 @@ def test_a_replica_that_is_killed_under_load_loses_nothing_that_has_not_streamed
         thread.join(240)
     cut = [told for told, _ in asked if not told.whole]
     retried = replicas.runtime("show stat")
-    print([(t.status, t.events, t.replica, t.error) for t in cut])  # noqa: T201
-    assert all(told.events and told.replica == "r0" for told in cut), [vars(told) for told in cut]
+    # The first event says the role; it comes with the second.
+    assert all((told.events > 1 or told.silences) and told.replica == "r0" for told in cut), [
+        vars(told) for told in cut
+    ]
     assert cut, "none was streaming there: nothing was tried"
     row = next(line.split(",") for line in retried.splitlines() if line.startswith("replicas,BACKEND"))
     assert int(row[16]) > 0, "none was sent again"
@@ -345,7 +353,9 @@ def test_a_client_that_leaves_frees_its_place(replicas: Replicas, stream: bool) 
     asked = body(SYSTEM, user("leaves"), max_tokens=6000, ignore_eos=True, stream=stream)
     with socket.create_connection(("127.0.0.1", int(replicas.url.rsplit(":", 1)[1]))) as client:
         text = json.dumps(asked)
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(text)}"
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(text)}"
+        )
         client.sendall(f"{head}\r\n\r\n{text}".encode())
         until = time.monotonic() + 30
         while not sum(map(replicas.running, range(REPLICAS))):
