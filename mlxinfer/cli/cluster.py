@@ -17,6 +17,7 @@ cluster = Subverbs(
         "run": ("mlxinfer.cli.cluster_run:run", "Run any script over the machines."),
         "status": ("mlxinfer.cli.cluster_status:status", "Say which machines answer and what runs on them."),
         "serve": ("mlxinfer.cli.cluster_serve:serve", "Serve a model over the machines."),
+        "proxy": ("mlxinfer.cli.cluster_proxy:proxy", "Write a HAProxy configuration for whole servers side by side."),
     },
     help="Run one model over several machines.",
     epilog=options.example(

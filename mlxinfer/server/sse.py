@@ -50,7 +50,11 @@ OPENAI = StreamStyle()
 
 
 class EventStream(Response):
-    """Sends `objects` (None: silence so far) and stops them when the client leaves; `on_end` runs in any case."""
+    """Sends `objects` (None: silence so far) and stops them when the client leaves; `on_end` runs in any case.
+
+    The first `head` objects come before anything is computed. They and the status line wait for what follows: until
+    then a proxy may give the request to another server.
+    """
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class EventStream(Response):
         headers: Mapping[str, str],
         on_end: Callable[[], None],
         style: StreamStyle = OPENAI,
+        head: int = 0,
     ) -> None:
         self.media_type = style.media_type
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers})
@@ -65,10 +70,12 @@ class EventStream(Response):
         self._objects = objects
         self._on_end = on_end
         self._style = style
+        self._head = head
+        self._held: list[bytes] | None = []
+        """None once the status line is out."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await until_disconnect(receive, self._send_all(scope, send))
         finally:
             self._on_end()
@@ -79,12 +86,29 @@ class EventStream(Response):
         try:
             async for item in self._objects:
                 data = style.keepalive if item is None else style.encode(item)
+                if self._head and self._held is not None:
+                    self._head -= 1
+                    self._held.append(data)
+                    continue
+                await self._begin(send)
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-        except Exception as error:  # noqa: BLE001 (the HTTP edge) the status line is out: what went wrong is the last event
+        except Exception as error:  # the HTTP edge
+            if self._held is not None:
+                raise  # an answer of its own, with its status
+            # The status line is out: what went wrong is the last event.
             note_error(scope, error)
             status, told, _ = describe(error, record_of(scope).id)
             last = style.error(status, told) if style.error else frame(told)
         finally:
             await self._objects.aclose()
+        await self._begin(send)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _begin(self, send: Send) -> None:
+        held, self._held = self._held, None
+        if held is None:
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for data in held:
+            await send({"type": "http.response.body", "body": data, "more_body": True})

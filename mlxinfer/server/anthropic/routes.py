@@ -52,7 +52,7 @@ async def messages(request: Request) -> Response:
     headers = _headers(request, asked)
     blocks = _blocks(run, asked)
     if asked.stream:
-        return EventStream(_events(run, blocks), headers, run.end, _style(request_id_of(request.scope)))
+        return EventStream(_events(run, blocks), headers, run.end, _style(request_id_of(request.scope)), head=2)
     try:
         whole = await until_disconnect(request.receive, whole_message(_events(run, blocks), blocks))
     finally:

@@ -100,7 +100,7 @@ async def chat_completions(request: Request) -> Response:
     run = await start_chat(request, state, body.model, task)
     answer = ChatAnswer(run, body.top_logprobs or 0)
     if body.stream:
-        return streamed(answer.chunks(body.include_usage()), ignored, run.end)
+        return streamed(answer.chunks(body.include_usage()), ignored, run.end, head=run.n)
     return await whole(request, answer.whole(), ignored, run.end, is_large=bool(body.logprobs))
 
 

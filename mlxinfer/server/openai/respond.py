@@ -55,9 +55,10 @@ def streamed(
     ignored: Sequence[str],
     end: Callable[[], None],
     style: StreamStyle = OPENAI,
+    head: int = 0,
 ) -> Response:
-    """A stream; a client that leaves, or anything that goes wrong, ends the run."""
-    return EventStream(chunks, ignored_header(ignored), end, style)
+    """A stream; a client that leaves, or anything that goes wrong, ends the run. `head` is EventStream's."""
+    return EventStream(chunks, ignored_header(ignored), end, style, head)
 
 
 async def whole(

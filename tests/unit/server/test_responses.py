@@ -180,6 +180,15 @@ def test_an_error_in_a_stream_is_a_failed_response(client: TestClient, llm: Fake
     assert client.get(f"{URL}/{last['response']['id']}").status_code == 404
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stored_responses_id_is_in_a_header_for_proxies(client: TestClient, stream: bool) -> None:
+    reply = client.post(URL, json={"input": "hi", "stream": stream})
+    kept = reply.headers["x-mlxinfer-response-id"]
+    assert client.get(f"{URL}/{kept}").json()["id"] == kept
+    reply = client.post(URL, json={"input": "hi", "stream": stream, "store": False})
+    assert "x-mlxinfer-response-id" not in reply.headers
+
+
 def test_a_schema_a_choice_and_an_effort_reach_the_engine(client: TestClient, llm: FakeLLM, form: FakeFormat) -> None:
     text = {"format": {"type": "json_schema", "name": "x", "schema": CITY, "strict": True}, "verbosity": "low"}
     made = post(client, URL, input="hi", text=text, reasoning={"effort": "low", "summary": "auto"})

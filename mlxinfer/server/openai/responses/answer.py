@@ -38,6 +38,10 @@ class ResponseAnswer:
         self._sequence = 0
         self._head = _head(run, body)
 
+    @property
+    def id(self) -> str:
+        return self._head["id"]
+
     async def whole(self) -> dict[str, Any]:
         """Raises the first error."""
         last: dict[str, Any] = {}

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
+RESPONSE_ID_HEADER = "x-mlxinfer-response-id"
+"""A proxy in front of several servers reads here whose response this is: only that server can go on from it."""
+
 
 @router.post("/v1/responses", openapi_extra=reads(ResponseRequest))
 async def create(request: Request) -> Response:
@@ -41,8 +44,12 @@ async def create(request: Request) -> Response:
     answer = ResponseAnswer(run, body, conversation, _keep(state) if body.store is not False else None)
     if body.stream:
         style = StreamStyle(encode=named_frame, done=b"", error=lambda _, told: named_frame(answer.failed(told)))
-        return streamed(answer.events(), ignored, run.end, style)
-    return await whole(request, answer.whole(), ignored, run.end)
+        reply = streamed(answer.events(), ignored, run.end, style, head=2)
+    else:
+        reply = await whole(request, answer.whole(), ignored, run.end)
+    if body.store is not False:
+        reply.headers[RESPONSE_ID_HEADER] = answer.id
+    return reply
 
 
 def _instructed(instructions: str | None, messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
