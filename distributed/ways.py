@@ -98,9 +98,8 @@ def _by_layers(model: nn.Module, group: Any, split: list[int]) -> None:
     stack.pipeline(group)
     held = sum(layer is not None for layer in stack.layers)
     if held != split[group.rank()]:
-        raise ValueError(
-            f"mlx-lm's code shares {layers} layers out evenly, {held} for rank {group.rank()}, not {split[group.rank()]}"
-        )
+        rank = group.rank()
+        raise ValueError(f"mlx-lm shares {layers} layers out evenly, {held} for rank {rank}, not {split[rank]}")
 
 
 def _counts(model: nn.Module) -> dict[tuple[str, str], int]:
