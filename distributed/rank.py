@@ -197,6 +197,7 @@ def _told(runner: RankRunner, model: Any) -> dict[str, Any]:
 
     return {
         "tier": runner.tier,
+        "view": None if runner.view is None else runner.view.mask_rank,
         "fused": runner.fused,
         "needs_checkpoints": runner.needs_checkpoints,
         "restores": runner.restores,

@@ -234,7 +234,9 @@ def main() -> int:
         draft = TABLE.with_suffix(".tmp")
         draft.write_text(render(found))
         os.replace(draft, TABLE)
-    return int(any(outcome.startswith(("DIFFERS", "FAILS")) for outcomes in found.values() for outcome in outcomes.values()))
+    return int(
+        any(outcome.startswith(("DIFFERS", "FAILS")) for outcomes in found.values() for outcome in outcomes.values())
+    )
 
 
 if __name__ == "__main__":
