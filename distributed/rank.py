@@ -122,6 +122,7 @@ class Rank:
         if self._runner is not None:
             self._runner.close()
         self._runner = self._grammars = self._before = None
+        mx.clear_cache()
         folder = Path(body["folder"])
         model, config, part = shards.load(folder, self._group, dtype=body.get("dtype", "auto"))
         vocab = int((config.get("text_config") or config)["vocab_size"])
