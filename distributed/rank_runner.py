@@ -78,6 +78,8 @@ class RankRunner(Runner):
         self.exact = _exact(tried)
         self.attention.handles.tied = True
         mx.eval(mx.random.state)
+        del tried
+        mx.clear_cache()
 
     exact = False
     """A row's state can be had only where the row is, not a few tokens before."""
