@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
 NOT_BY_HEADS: dict[str, str] = {
-    "prism_hadamard_qwen35": "its packed matrices are rotated whole, and a rank has a part of each",
+    "prism_hadamard_qwen35": "mlx has no sharded form of its rotated packed layers",
 }
 """mlx-lm's modules whose `shard()` doesn't give the same model, and why."""
 
