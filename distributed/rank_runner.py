@@ -68,7 +68,7 @@ class RankRunner(Runner):
     def _take_over(self, config: Mapping[str, Any], own: int) -> None:
         """How the model can be driven, from a few whole layers of it with made-up weights. `own`: layers of this stage.
 
-        Every rank finds out the same: it looks at the config alone.
+        Every rank finds out the same: it looks at the config alone, with the same weights.
         """
         tried, few = whole_runner(config, self.vocab_size)
         self.tier, self.tier_reason, self.view = tried.tier, tried.tier_reason, tried.view
