@@ -132,6 +132,7 @@ class Rank:
         if self._runner is not None:
             self._runner.close()
         self._runner = self._grammars = self._before = None
+        mx.clear_cache()
         folder = Path(body["folder"])
         model, config, part = shards.load(folder, self._group, dtype=body.get("dtype", "auto"))
         vocab = int((config.get("text_config") or config)["vocab_size"])
@@ -215,6 +216,7 @@ def _told(runner: RankRunner, model: Any) -> dict[str, Any]:
 
     return {
         "tier": runner.tier,
+        "view": None if runner.view is None else runner.view.mask_rank,
         "fused": runner.fused,
         "needs_checkpoints": runner.needs_checkpoints,
         "restores": runner.restores,

@@ -38,8 +38,9 @@ class RankPrefixes:
         if self._due is None or due is None:
             raise ChannelError(f"{request_id} starts from a prefix that nobody has named")
         spans = [self._span(number) for number in due.spans]
-        others = {number for other in self._due.restore.values() for number in other.spans}
-        for number in self._due.free.intersection(due.spans) - others:
+        wanted = {number for other in self._due.restore.values() for number in other.spans}
+        wanted |= {op[1] for ops in self._due.checkpoint.values() for op in ops if op[0] == "cut"}
+        for number in self._due.free.intersection(due.spans) - wanted:
             # Its own from now on: lent, it would be copied when the row grows.
             del self._spans[number]
         state = None if due.state is None else self._states[due.state]

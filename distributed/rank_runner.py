@@ -4,8 +4,8 @@ Rank 0 samples; the others take part in the forward and are handed the tokens in
 add nothing. So no rank waits for another outside of collectives, and none decides anything.
 
 Between stages of a pipeline there is one channel without addresses, so what is sent has to be received in the same
-order: each forward's receive and send are submitted by themselves, in the order in which the forwards are built, which
-is that of the steps and the same on all ranks.
+order: each forward's receive and send are submitted by themselves, before anything else of a step and in the order in
+which the forwards are built, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from mlxinfer.distributed.shards import Part
     from mlxinfer.engine.kv import Sequence as Held
-    from mlxinfer.engine.rows import Row
+    from mlxinfer.engine.rows import Launched, Row
     from mlxinfer.engine.sampling import Sampler
+    from mlxinfer.engine.steps import Step
 
 PROBED_LAYERS = 6
 """Of a pipeline's model: what a stage holds can't be tried by itself."""
@@ -52,6 +53,8 @@ class RankRunner(Runner):
         self._rank = 0 if group is None else int(group.rank())
         self._passed: list[mx.array] = []
         """What the last forward received and sent."""
+        self._noted = 0
+        """How many of the step's `_unsubmitted` are these."""
         # Of the whole process: a stage of another model may have been here.
         ragged_attention().handles.tied = False
         super().__init__(model, vocab_size, probed=not self._staged)
@@ -65,7 +68,7 @@ class RankRunner(Runner):
     def _take_over(self, config: Mapping[str, Any], own: int) -> None:
         """How the model can be driven, from a few whole layers of it with made-up weights. `own`: layers of this stage.
 
-        Every rank finds out the same: it looks at the config alone.
+        Every rank finds out the same: it looks at the config alone, with the same weights.
         """
         tried, few = whole_runner(config, self.vocab_size)
         self.tier, self.tier_reason, self.view = tried.tier, tried.tier_reason, tried.view
@@ -75,6 +78,8 @@ class RankRunner(Runner):
         self.exact = _exact(tried)
         self.attention.handles.tied = True
         mx.eval(mx.random.state)
+        del tried
+        mx.clear_cache()
 
     exact = False
     """A row's state can be had only where the row is, not a few tokens before."""
@@ -93,9 +98,16 @@ class RankRunner(Runner):
         self.held_prefixes.leave(sequence, row.spec.request_id)
 
     def _checkpoint(self, row: Row, end: int) -> None:
+        # What is kept is submitted at once.
+        for passed in self._unsubmitted[: self._noted]:
+            mx.async_eval(passed)
         self.held_prefixes.checkpoint(row.held, row.spec.request_id)
 
     # As Runner, but for what goes between ranks
+
+    def launch(self, step: Step) -> Launched:
+        self._noted = 0
+        return super().launch(step)
 
     def _must_decode_apart(self, rows: list[Row]) -> bool:
         # A stage may hold no states that differ while another does; that none differ was tried.
@@ -146,9 +158,11 @@ class RankRunner(Runner):
         return logits
 
     def _note(self, passed: list[mx.array]) -> None:
+        """One by one: how a graph with several ends is gone through is mlx's affair. Ahead of the rows' buffers: those
+        that wait to be submitted are the same objects that later forwards of the step write to."""
         self._passed = passed
-        # One by one: how a graph with several ends is gone through is mlx's affair.
-        self._unsubmitted += [[array] for array in passed]
+        self._unsubmitted[self._noted : self._noted] = [[array] for array in passed]
+        self._noted += len(passed)
 
 
 def whole_runner(config: Mapping[str, Any], vocab_size: int) -> tuple[Runner, int]:
@@ -157,6 +171,8 @@ def whole_runner(config: Mapping[str, Any], vocab_size: int) -> tuple[Runner, in
     Raises UnsupportedModelError where the model can't be a pipeline.
     """
     few = min(num_layers(config), PROBED_LAYERS)
+    # The same weights on every rank: what is tried may be a close thing.
+    mx.random.seed(0)
     try:
         tried = Runner(blank(shallow(config, few), keep_packed=False), vocab_size)
         if tried.tier == "batched-state" and not _states_alike(tried):

@@ -40,6 +40,8 @@ SILENT_S = 2.5
 CONNECT_S = 30.0
 LOAD_S = 600.0
 LOOK_S = 0.25
+ALIKE = ("tier", "view", "fused", "needs_checkpoints")
+"""What each rank finds out for itself, and all must find alike."""
 
 
 class RanksLostError(EngineError):
@@ -321,6 +323,9 @@ class RankSet:
             if time.monotonic() > ends:
                 raise RanksLostError(f"the ranks did not load within {LOAD_S:.0f} s")
             time.sleep(0.01)
+        ways = [{key: told[key] for key in ALIKE} for told in self.told.values()]
+        if any(way != ways[0] for way in ways):
+            raise RanksLostError(f"the ranks would not drive the model alike: {ways}")
 
     def _listen(self, rank: int) -> None:
         channel = self._channels[rank]

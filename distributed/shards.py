@@ -109,7 +109,8 @@ def load(folder: Path, group: Any, *, dtype: str = "auto") -> tuple[nn.Module, d
     model = upstream.empty_model(config)
     packed: dict[str, Any] = about.get("packed") or {}
     if packed:
-        nn.quantize(model, class_predicate=lambda path, _: packed.get(path, False))
+        # Layers that the model's own code makes packed stay as they are.
+        nn.quantize(model, class_predicate=lambda path, made: "scales" not in made and packed.get(path, False))
     names = split(model, part, group)
     weights: dict[str, mx.array] = {}
     for name in about["files"]:

@@ -55,6 +55,7 @@ class Lent:
     def close(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
+            self._ranks = None
 
     def _load(self, folders: Sequence[Path]) -> RankSet:
         if self._ranks is None or self._ranks.lost:

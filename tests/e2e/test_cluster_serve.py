@@ -114,6 +114,9 @@ def test_a_machine_that_is_lost_in_mid_stream_costs_no_character(tmp_path: Path)
             ready(url, server, tmp_path)
             assert "Plan: tensor over one, two" in (tmp_path / "serve.log").read_text()
             assert text_of(url) == wanted
+            again = httpx.post(f"{url}/v1/chat/completions", json=ASKED, timeout=120).json()
+            assert again["choices"][0]["message"]["content"] == wanted
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
 
             def lose() -> None:
                 # With its ranks: a machine that loses power.

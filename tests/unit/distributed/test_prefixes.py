@@ -96,6 +96,22 @@ def test_what_a_row_takes_along_is_not_held_twice() -> None:
     assert pair.rank.digest() == pair.tree.digest() == {"spans": {}, "states": []}
 
 
+def test_what_is_let_go_of_in_a_step_is_there_until_its_last_use_in_it() -> None:
+    rank = RankPrefixes()
+    rank.take(wire.PrefixOps(leave={"a": [("left", 1, 0, 6)]}))
+    rank.leave(sequence_of([5, 6, 7, 8, 9, 10]), "a")
+    rank.settle()
+    restored = {name: wire.Restored([1], None, 6) for name in "bc"}
+    rank.take(wire.PrefixOps(restore=restored, checkpoint={"c": [("cut", 1, 2, 3, 4)]}, free={1, 4}))
+    rows = {name: sequence_of([]) for name in "bc"}
+    for name, row in rows.items():
+        rank.restore(row, name)
+    rank.checkpoint(rows["c"], "c")
+    rank.settle()
+    assert rank.digest() == {"spans": {"3": 2}, "states": []}
+    assert held_by(rows["b"]) == held_by(rows["c"]) == [5, 6, 7, 8, 9, 10]
+
+
 def test_what_has_no_place_in_the_step_is_an_error() -> None:
     rank = RankPrefixes()
     rank.take(wire.PrefixOps(leave={"a": [("left", 1, 0, 4)]}))

@@ -21,12 +21,7 @@ def split_into(size: int, kind: Any = "tensor", layers: tuple[int, ...] = (), **
 
 
 def test_heads_that_leave_a_rest_are_refused_where_mlx_lm_would_divide_and_forget_it() -> None:
-    heads: dict[str, Any] = {
-        "hidden_size": 96,
-        "intermediate_size": 192,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-    }
+    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 192}
     with pytest.raises(InvalidRequestError, match=r"llama can't be split 2 ways: 3 n_kv_heads of .* can't be shared"):
         split_into(2, **heads)
     assert split_into(3, **heads)
