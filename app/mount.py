@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import psutil
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, Response
 
+from mlxinfer.app import theme as themes
 from mlxinfer.app.door import MAX_UPLOAD_BYTES, PATH, Door
 from mlxinfer.app.page.context import House, PageContext
 from mlxinfer.app.page.icons import FAVICON
@@ -107,6 +109,7 @@ def with_page(house: House, key: str, languages: Sequence[str], pool: ModelPool,
     app = create_app(pool, options)
     app.add_route(f"{PATH}/export/{{name}}", _exporter(house.store), methods=["GET"])
     app.add_route(f"{PATH}/stop/{{key}}", _stopper(house.replies), methods=["POST"])
+    app.add_route(f"{PATH}/theme/{{theme}}", _dresser(house.settings.data_dir), methods=["POST"])
     app.add_route("/favicon.ico", lambda _: Response(FAVICON, media_type="image/svg+xml"), methods=["GET"])
     head = f"<script>{(PAGE / 'page.js').read_text('utf-8')}</script>"
     theme = Default(primary_hue="indigo", neutral_hue="slate", font=FONTS, font_mono=CODE_FONTS).set(**CONTRAST)
@@ -119,8 +122,9 @@ def with_page(house: House, key: str, languages: Sequence[str], pool: ModelPool,
             allowed_paths=[], max_file_size=MAX_UPLOAD_BYTES, ssr_mode=False, enable_monitoring=False, pwa=False,
             mcp_server=False, show_error=False, theme=theme, head=head, css_paths=[PAGE / "style.css"],
         )  # fmt: skip
+    chosen = functools.partial(themes.read, house.settings.data_dir)
     # The innermost: the Guard looks at Host and Origin first, the access log at everything.
-    app.user_middleware.append(Middleware(Door, key=key, languages=tuple(languages)))
+    app.user_middleware.append(Middleware(Door, key=key, languages=tuple(languages), chosen=chosen))
     return app
 
 
@@ -155,6 +159,18 @@ def _stopper(replies: Replies) -> Any:
         return Response(status_code=204 if live else 404)
 
     return stop
+
+
+def _dresser(folder: Path) -> Any:
+    """Keeps the theme that was chosen; the door lets no other word through."""
+
+    def dress(request: Request) -> Response:
+        themes.write(folder, request.path_params["theme"])
+        answer = Response(status_code=204)
+        answer.set_cookie(themes.COOKIE, request.path_params["theme"], path=PATH, samesite="strict")
+        return answer
+
+    return dress
 
 
 def _named(title: str, kind: str) -> dict[str, str]:

@@ -76,7 +76,7 @@ class ChatPage:
             parts.feet: shown.feet,
             parts.hello: gr.update(value=texts("hello" if here else "no_model"), visible=not shown.tail),
             parts.demo: gr.update(value=self._demo(), visible=not here and not shown.tail),
-            parts.model: gr.update(choices=offered, value=model or None),
+            parts.model: gr.update(choices=offered, value=model or None, interactive=True),
             parts.composer: self.composer(writing=shown.writing),
             self.side.listing: sidebar.listed(self.context, chat.id if chat else "", search, deleted),
         }
@@ -117,7 +117,10 @@ class ChatPage:
         values = settings.shown(self.find(key))
         hints = settings.hints(self.context, model)
         hint: dict[str, Any] = {name: {"placeholder": text} for name, text in hints.items()}
-        return {self.parts.fields[name]: gr.update(value=value, **hint.get(name, {})) for name, value in values.items()}
+        return {
+            self.parts.fields[name]: gr.update(value=value, interactive=True, **hint.get(name, {}))
+            for name, value in values.items()
+        }
 
     def open(self, key: str, request: gr.Request | None, search: str = "", deleted: str = "") -> Updates:
         """Show a conversation with its settings. Whatever else wrote to this session's page stops."""

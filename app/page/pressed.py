@@ -12,7 +12,7 @@ from mlxinfer.app.page import attach, choices, settings, sidebar
 from mlxinfer.app.page.chat import Updates, told
 from mlxinfer.app.page.presets import Presets
 from mlxinfer.app.store.exchange import MAX_BYTES, from_json, from_markdown
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import InvalidRequestError, MlxinferError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,11 +30,16 @@ class SidePage:
 
     def loaded(self, key: str, request: gr.Request) -> Updates:
         """The page was opened, or opened again."""
-        if self.context.notice:
-            gr.Warning(html.escape(self.context.notice), duration=20)
-        with told():
-            named = gr.update(choices=list(self.presets.all()))
-        return self.chat.open(key, request) | {self.parts.preset: named}
+        notices, named = [self.context.notice], list[str]()
+        try:
+            named = list(self.presets.all())
+        except MlxinferError as error:  # a file that is damaged: the chat goes without
+            notices.append(str(error))
+        for notice in filter(None, notices):
+            gr.Warning(html.escape(notice), duration=20)
+        preset = gr.update(choices=named, interactive=True)
+        shown: Updates = {self.parts.preset: preset, self.side.search: gr.update(interactive=True)}
+        return self.chat.open(key, request) | shown
 
     def new(self, request: gr.Request) -> Updates:
         return self.chat.open("", request) | {self.side.search: ""}
