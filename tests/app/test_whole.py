@@ -53,24 +53,27 @@ def test_what_is_typed_as_soon_as_it_can_be_is_not_drawn_over_by_the_page_that_l
     with tab(app, browser) as page:
         held: list[Any] = []
         page.route("**/queue/join*", lambda route: held.append(route))
-        page.goto(f"{app.base}/app/en/?chat={chat.id}")
+        with page.expect_request("**/queue/join*"):
+            page.goto(f"{app.base}/app/en/?chat={chat.id}")
         page.click("#open-settings")
         field = page.locator("#set-temperature :is(input, textarea)")
         field.wait_for()
-        until(lambda: held)
         inputs = "#composer textarea, #search input, #model input, #settings :is(input, textarea)"
         assert page.locator(inputs).count() > 10
         assert page.locator(inputs).evaluate_all("all => all.every(one => one.disabled || one.readOnly)")
-        page.unroute("**/queue/join*")
+        assert held
         for route in held:
             route.continue_()
-        field.fill("0.3")
+        page.unroute("**/queue/join*")
+        field.press_sequentially("0.3")
         ready(page)
         page.wait_for_function("document.querySelector('#set-top_p :is(input, textarea)').value === '0.5'")
         until(lambda: app.house.store.conversation(chat.id).settings.get("temperature") == 0.3)
-        page.wait_for_timeout(500)
         assert field.input_value() == "0.3"
         assert app.house.store.conversation(chat.id).settings == {"top_p": 0.5, "temperature": 0.3}
+        field.fill("")
+        field.press("Tab")
+        until(lambda: app.house.store.conversation(chat.id).settings == {"top_p": 0.5})
 
 
 def test_presets_that_are_damaged_keep_nobody_from_the_chat(app: App, browser: Any) -> None:

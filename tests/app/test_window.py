@@ -16,7 +16,7 @@ from tests.app.windowing import page_of, started, until
 for name in ("webview", "qtpy", "websockets"):
     pytest.importorskip(name)
 pytestmark = [
-    pytest.mark.skipif(not shutil.which("Xvfb"), reason="needs Xvfb: apt install xvfb libegl1 libxcb-cursor0"),
+    pytest.mark.skipif(not shutil.which("Xvfb"), reason="needs Xvfb: apt install xvfb"),
     pytest.mark.timeout(180),
 ]
 
