@@ -15,10 +15,7 @@ from tests.app.windowing import page_of, started, until
 
 for name in ("webview", "qtpy", "websockets"):
     pytest.importorskip(name)
-pytestmark = [
-    pytest.mark.skipif(not shutil.which("Xvfb"), reason="needs Xvfb: apt install xvfb"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.skipif(not shutil.which("Xvfb"), reason="needs Xvfb: apt install xvfb")
 
 PAGE = """<!doctype html><meta charset=utf-8><title>page</title><body>
 <button id=copy onclick="navigator.clipboard.writeText('copied').then(() => document.title = 'copied',

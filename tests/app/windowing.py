@@ -104,7 +104,7 @@ def _pages(address):
         return []
 
 
-def until(holds, what, seconds=40):
+def until(holds, what, seconds=90):
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"waited in vain for {what}"
