@@ -42,7 +42,10 @@ _OPEN = {
 }
 """What the page asks for; its panels call their events without the queue (run/predict) and functions of their own
 (component_server). Gradio has more: file routes, a proxy, calls by name, editors of its own code."""
-_OURS = {"GET": re.compile(r"export/[0-9a-f]{32}\.(?:md|json)"), "POST": re.compile(r"stop/[0-9a-f]{32}|theme/(?:light|dark)")}
+_OURS = {
+    "GET": re.compile(r"export/[0-9a-f]{32}\.(?:md|json)"),
+    "POST": re.compile(r"stop/[0-9a-f]{32}|theme/(?:light|dark)"),
+}
 """Routes of our own (app/mount.py)."""
 POLICY = "; ".join(
     (

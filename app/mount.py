@@ -134,8 +134,10 @@ def with_page(house: House, key: str, languages: Sequence[str], pool: ModelPool,
 
 
 def _calm(blocks: gr.Blocks) -> None:
-    """Gradio looks for events a thousand times a second, and for progress, of which there is none here, a hundred times;
-    in each language, whether a page is open or not. It has no public option for that."""
+    """Have Gradio look less often for events, by itself 1000 times a second, and for progress, which is never reported here.
+
+    It does so in each language, whether a page is open or not, and has no public option for it.
+    """
     blocks._queue.sleep_when_free = LOOKS_S
     blocks._queue.progress_update_sleep_when_free = PROGRESS_S
 

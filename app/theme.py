@@ -1,7 +1,7 @@
 """Light or dark, as it was chosen with the page's switch: a word in a file beside the conversations.
 
-What a browser keeps is by address, and the port is another at each start; the window's browser keeps nothing at all. The
-page learns the word by a cookie that the link brings (app/door.py).
+What a browser keeps is by address, and the port is another at each start; the window's browser keeps nothing at all.
+The page learns the word by a cookie that the link brings (app/door.py).
 """
 
 from __future__ import annotations

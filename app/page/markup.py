@@ -17,14 +17,14 @@ DELIMITERS = [
     {"left": "\\(", "right": "\\)", "display": False},
     {"left": f"${JOINER}", "right": f"{JOINER}$", "display": False},
 ]
-"""What the Markdown component is to take for formulas. It would pair any two dollar signs, "$5 and $6" too; so `legible`
-marks those that are a formula's."""
+"""What the Markdown component is to take for formulas. It would pair any two dollar signs, those of "$5 and $6", too; so
+`legible` marks those that are a formula's."""
 _TOKEN = re.compile(r"`+|~{3,}|\$\$?|\\[(\[$]|<(?=[a-zA-Z/!?])|!(?=\[)")
 _RUN = re.compile(r"`+")
 _CLOSERS = {"$$": "$$", "\\(": "\\)", "\\[": "\\]"}
 _IN_LINE = re.compile(r"\$(?!\s)((?:\\[^\n]|[^\\$\n])++)(?<!\s)\$(?!\d)")
-"""A formula as pandoc and Jupyter have it: no space inside of either sign, no digit behind the second, which is the next
-one that isn't escaped. Within its line: one dollar sign is a price more often than a formula."""
+"""A formula as pandoc and Jupyter have it: no space inside of either sign, no digit behind the second, which is the
+next one that isn't escaped. Within its line: one dollar sign is a price more often than a formula."""
 
 
 def legible(text: str) -> str:

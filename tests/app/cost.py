@@ -1,7 +1,7 @@
 """What the app costs while nobody asks anything: `python -m tests.app.cost [SECONDS]`, in per cent of one core.
 
-The server is a process of its own, `mlxinfer app --no-open`, without a model; then one of this process, in which a reply
-grows that nobody computes, so that what is counted is the page alone. Chromium's own time isn't counted.
+The server is a process of its own, `mlxinfer app --no-open`, without a model; then one of this process, in which a
+reply grows that nobody computes, so that what is counted is the page alone. Chromium's own time isn't counted.
 """
 
 from __future__ import annotations

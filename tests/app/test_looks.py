@@ -71,7 +71,13 @@ def test_prices_stay_prices_beside_formulas(app: App, page: Any) -> None:
     assert [text.strip() for text in formulas] == ["x^2", "y_1", "z^3", "E = mc^2", "F = ma"]
     assert page.locator("#tail .katex-display").count() == 2
     shown = page.inner_text("#tail").replace("\u2060", "")
-    for text in ("It costs $5 and $6\n", "It costs $5 and $6, or $7-$8.", "for $9 and", "$a$ $b$", "Escaped $1 and $2."):
+    for text in (
+        "It costs $5 and $6\n",
+        "It costs $5 and $6, or $7-$8.",
+        "for $9 and",
+        "$a$ $b$",
+        "Escaped $1 and $2.",
+    ):
         assert text in shown
     assert page.locator("#tail .katex-error").count() == 0
 

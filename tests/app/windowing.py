@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+
 @contextmanager
 def screen():
     """A virtual display's name."""
