@@ -134,7 +134,7 @@ def with_page(house: House, key: str, languages: Sequence[str], pool: ModelPool,
 
 
 def _calm(blocks: gr.Blocks) -> None:
-    """Have Gradio look less often for events, by itself 1000 times a second, and for progress, which is never reported here.
+    """Have Gradio look less often for events, by itself 1000 times a second, and for progress, of which there is none.
 
     It does so in each language, whether a page is open or not, and has no public option for it.
     """

@@ -17,8 +17,8 @@ DELIMITERS = [
     {"left": "\\(", "right": "\\)", "display": False},
     {"left": f"${JOINER}", "right": f"{JOINER}$", "display": False},
 ]
-"""What the Markdown component is to take for formulas. It would pair any two dollar signs, those of "$5 and $6", too; so
-`legible` marks those that are a formula's."""
+"""What the Markdown component is to take for formulas. It would pair any two dollar signs, "$5 and $6" too;
+so `legible` marks those that are a formula's."""
 _TOKEN = re.compile(r"`+|~{3,}|\$\$?|\\[(\[$]|<(?=[a-zA-Z/!?])|!(?=\[)")
 _RUN = re.compile(r"`+")
 _CLOSERS = {"$$": "$$", "\\(": "\\)", "\\[": "\\]"}
