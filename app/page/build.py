@@ -82,7 +82,7 @@ def _hear_side(chat: ChatPage, page: SidePage, side: Side, parts: Parts) -> None
     hinted = [*fields, parts.status, parts.timer]
     parts.model.input(page.choose, [parts.model, parts.key], hinted, **QUIET)
     parts.model.focus(page.offered, None, parts.model, **QUIET)
-    parts.demo.click(page.demo, None, [parts.demo, parts.status, parts.timer], **QUIET)
+    parts.demo.click(page.demo, None, [parts.hello, parts.demo, parts.status, parts.timer], **QUIET)
     parts.timer.tick(page.tick, [parts.model, parts.key], every, **QUIET)
     for field in fields:
         heard: Any = field

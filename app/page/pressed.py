@@ -116,7 +116,7 @@ class SidePage:
         """Fetch the demo model."""
         with told():
             self.context.library.pull(zoo.DEMO)
-        return {self.parts.demo: gr.update(visible=False)} | self.chat.status("", 0)
+        return self.chat.greeting(self.context.library.models()) | self.chat.status("", 0)
 
     def tick(self, model: str | None, key: str) -> Updates:
         """While a model is fetched or loaded."""
@@ -126,12 +126,13 @@ class SidePage:
         if not model and here:
             model = choices.first(self.context)
             choices.load(self.context, model)
-            hello = gr.update(value=self.context.texts("hello"))
-            updates = {self.parts.model: gr.update(choices=here, value=model), self.parts.hello: hello}
-        elif failed is not None and failed.state == "failed" and not here:
-            said = self.context.texts("fetch_failed", name=failed.name, error=failed.error)
-            updates = {self.parts.demo: gr.update(visible=True)}
-            gr.Warning(html.escape(said), duration=20)
+            updates = self.chat.greeting(here, shown=not key)
+            updates[self.parts.model] = gr.update(choices=here, value=model)
+        elif not here and self.chat.pull() is None:  # it came to nothing
+            updates = self.chat.greeting(here, shown=not key)
+            if failed is not None and failed.state == "failed":
+                said = self.context.texts("fetch_failed", name=failed.name, error=failed.error)
+                gr.Warning(html.escape(said), duration=20)
         shown = self.chat.status(model or "", 0)
         if model and choices.status(self.context, model) == "loaded":
             chat = self.chat.find(key)

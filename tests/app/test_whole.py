@@ -65,6 +65,7 @@ def test_what_is_typed_as_soon_as_it_can_be_is_not_drawn_over_by_the_page_that_l
         for route in held:
             route.continue_()
         page.unroute("**/queue/join*")
+        field.click()  # waits until it can be
         field.press_sequentially("0.3")
         ready(page)
         page.wait_for_function("document.querySelector('#set-top_p :is(input, textarea)').value === '0.5'")
