@@ -6,11 +6,12 @@ override MODEL := $(value MODEL)
 override PROMPT := $(value PROMPT)
 export MODEL PROMPT
 
-.PHONY: help run serve test test-slow test-sanitize check format bench app-bundle clean
+.PHONY: help run serve app test test-slow test-sanitize check format bench app-bundle clean
 
 help:
 	@echo 'make run [PROMPT="..."] [MODEL=name]   answer one question; in a terminal without PROMPT: chat'
 	@echo 'make serve [MODEL=name]                OpenAI-compatible server on 127.0.0.1:8080'
+	@echo 'make app                               the chat, in a window or the browser'
 	@echo 'make test                              all fast tests and the checks'
 	@echo 'make test-slow                         the slow suites in full'
 	@echo 'make test-sanitize                     the CPU kernels under ASan and UBSan (Linux, g++)'
@@ -29,6 +30,10 @@ run:
 serve:
 	@.ci/setup
 	@exec .venv/bin/python -m mlxinfer serve "$$MODEL"
+
+app:
+	@.ci/setup app
+	@exec .venv/bin/python -m mlxinfer app $(ARGS)
 
 test:
 	@.ci/setup dev

@@ -17,10 +17,11 @@ from urllib.parse import parse_qs
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
+from mlxinfer.app import theme
 from mlxinfer.app.attachments import MAX_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -41,7 +42,10 @@ _OPEN = {
 }
 """What the page asks for; its panels call their events without the queue (run/predict) and functions of their own
 (component_server). Gradio has more: file routes, a proxy, calls by name, editors of its own code."""
-_OURS = {"GET": re.compile(r"export/[0-9a-f]{32}\.(?:md|json)"), "POST": re.compile(r"stop/[0-9a-f]{32}")}
+_OURS = {
+    "GET": re.compile(r"export/[0-9a-f]{32}\.(?:md|json)"),
+    "POST": re.compile(r"stop/[0-9a-f]{32}|theme/(?:light|dark)"),
+}
 """Routes of our own (app/mount.py)."""
 POLICY = "; ".join(
     (
@@ -73,8 +77,9 @@ def new_key() -> str:
 class Door:
     """ASGI middleware: guards everything below PATH, and leaves the rest alone."""
 
-    def __init__(self, app: ASGIApp, key: str, languages: Sequence[str]) -> None:
-        self._app, self._key, self._languages = app, key.encode(), tuple(languages)
+    def __init__(self, app: ASGIApp, key: str, languages: Sequence[str], chosen: Callable[[], str]) -> None:
+        """`chosen` gives the theme that the page is to have, "" for the system's."""
+        self._app, self._key, self._languages, self._chosen = app, key.encode(), tuple(languages), chosen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not (scope["path"] == PATH or scope["path"].startswith(f"{PATH}/")):
@@ -113,6 +118,8 @@ class Door:
             return _told(401, "This link is of an earlier start. Open the one that `mlxinfer app` printed last.")
         answer = RedirectResponse(f"{PATH}/{self._language(headers)}/", 303, HEADERS)
         answer.set_cookie(name, self._key.decode(), path=PATH, httponly=True, samesite="strict")
+        if chosen := self._chosen():
+            answer.set_cookie(theme.COOKIE, chosen, path=PATH, samesite="strict")  # for the page's script
         return answer
 
     def _refusal(self, method: str, rest: str, headers: Headers) -> Response | None:

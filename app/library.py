@@ -1,9 +1,8 @@
-"""The models that the app offers: those on this machine and those of the catalogue, and what can be done with each."""
+"""What can be done with the models that the app offers: whether each fits, loading, fetching, deleting, adapters."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from dataclasses import dataclass
@@ -11,48 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxinfer import runtime, zoo
+from mlxinfer.app.offers import Offer, Offers
 from mlxinfer.app.pulls import Pull, Pulls
 from mlxinfer.errors import InvalidRequestError, MlxinferError, ModelNotFoundError, ModelsBusyError, OfflineError
 
 if TYPE_CHECKING:
     from mlxinfer.config import Settings
-    from mlxinfer.pool import ModelPool, ModelStatus
-    from mlxinfer.zoo import CatalogEntry, FitReport, ModelCard, ModelFiles
+    from mlxinfer.pool import ModelPool
+    from mlxinfer.zoo import FitReport
 
 __all__ = ["Library", "MemoryBar", "Offer", "Pull"]
 
-FRESH_S = 5.0
-"""How long what is on this machine is taken to stay."""
 FIT_FRESH_S = 60.0
 """How long a prediction holds: other programs take and give back memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A model as the picker shows it. Empty or 0 where it isn't known."""
-
-    name: str
-    here: bool
-    """On this machine: it can be loaded."""
-    state: str
-    """In the pool: loaded, loading, unloading, failed; else registered."""
-    size_bytes: int
-    parameters: int
-    bits: float
-    licence: str
-    capabilities: tuple[str, ...]
-    origin: str
-    error: str = ""
-    """Why it can't be loaded, or why the last load failed."""
-    pinned: bool = False
-    at_work: bool = False
-    adapters: tuple[str, ...] = ()
-    """Each can be asked for as "name:adapter"."""
-
-    @property
-    def writes(self) -> bool:
-        """Whether it answers with text."""
-        return not {"embedding", "reranking"} & set(self.capabilities)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +46,8 @@ class Library:
 
     def __init__(self, pool: ModelPool, settings: Settings) -> None:
         self._pool, self._settings = pool, settings
-        self._pulls = Pulls(settings, self._arrived)
-        self._listed: tuple[float, list[Offer]] = (float("-inf"), [])
+        self._offers, self._pulls = Offers(pool, settings), Pulls(settings, self._arrived)
         self._fits: dict[tuple[str, bool], tuple[float, FitReport | None]] = {}
-        self._cards: dict[tuple[Path, int, int], ModelCard] = {}
         self._lock = threading.Lock()
         self._bandwidth: tuple[float, str] | None = None
 
@@ -87,82 +55,12 @@ class Library:
 
     def offers(self) -> list[Offer]:
         """Those on this machine first, then the catalogue's, in its order."""
-        if time.monotonic() - self._listed[0] > FRESH_S:
-            self._listed = (time.monotonic(), self._list())
-        status, adapters = self._pool.status(), self._adapters()
-        return [_now(offer, status.get(offer.name), adapters.get(offer.name, ())) for offer in self._listed[1]]
+        return self._offers.all()
 
     def models(self) -> list[str]:
         """Names that can be chosen for a reply now: models on this machine, each followed by it with its adapters."""
         offers = [offer for offer in self.offers() if offer.here and offer.writes]
         return [name for o in offers for name in (o.name, *(f"{o.name}:{adapter}" for adapter in o.adapters))]
-
-    def _adapters(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
-        for both, name in self._pool.adapted().items():
-            found[name] = (*found.get(name, ()), both.removeprefix(f"{name}:"))
-        return found
-
-    def _list(self) -> list[Offer]:
-        from mlxinfer.zoo.resolver import find_local_entry
-
-        found: dict[str, Offer] = {}
-        there: dict[Path, str] = {}
-        for entry in zoo.catalog():
-            if files := find_local_entry(entry, self._settings):
-                found[entry.alias] = _of_entry(entry, files)
-                there[files.path] = entry.alias
-        for files in zoo.installed(self._settings):
-            # A model of the catalogue that came from the hub goes by its alias alone.
-            if files.path not in there and files.name not in found:
-                found[files.name] = self._of_files(files.name, files)
-        for name in self._pool:
-            if name not in found and (offer := self._registered(name)):
-                found[name] = offer
-        for entry in zoo.catalog():
-            if entry.alias not in found:
-                found[entry.alias] = _of_entry(entry, None)
-        return list(found.values())
-
-    def _registered(self, name: str) -> Offer | None:
-        """A model that only the pool knows; None when its files are gone."""
-        source, info = self._pool.source(name), self._pool.status()[name].info
-        if source is not None:
-            with contextlib.suppress(ModelNotFoundError, OfflineError):
-                return self._of_files(name, zoo.resolve(source, self._settings, fetch=False))
-            return None
-        assert info is not None, "a model without a source was given loaded"
-        kinds = {"text": ("chat",) if info.has_chat_template else ("completion",), "embeddings": ("embedding",)}
-        size, parameters = info.weight_bytes, info.num_parameters
-        return Offer(
-            name, True, "loaded", size, parameters, _bits(size, parameters), "",
-            kinds.get(info.makes, ("reranking",)), info.source,
-        )  # fmt: skip
-
-    def _of_files(self, name: str, files: ModelFiles) -> Offer:
-        """By what its files say; where they are wrong, with the error."""
-        card = self._card(files)
-        if isinstance(card, str):
-            return Offer(name, True, "registered", files.size_bytes, 0, 0.0, "", (), files.origin, error=card)
-        return Offer(
-            name, True, "registered", files.size_bytes, card.parameters, _bits(files.size_bytes, card.parameters),
-            card.licence, card.capabilities, files.origin,
-        )  # fmt: skip
-
-    def _card(self, files: ModelFiles) -> ModelCard | str:
-        """What the files say, read once for each state of them, or what is wrong with them."""
-        from mlxinfer.zoo.cards import card_of
-
-        try:
-            key = (files.path, files.path.stat().st_mtime_ns, files.size_bytes)
-            if key not in self._cards:
-                self._cards[key] = card_of(files)
-        except (MlxinferError, OSError) as error:
-            return str(error)
-        return self._cards[key]
-
-    def _forget_list(self) -> None:
-        self._listed = (float("-inf"), [])
 
     # Whether it fits
 
@@ -224,7 +122,7 @@ class Library:
         if name not in self._pool:
             zoo.resolve(name, self._settings, fetch=False)
             self._pool.register(name, name)
-            self._forget_list()
+            self._offers.forget()
 
     def load(self, name: str) -> None:
         """Begin to load a model; `offers` says how that goes.
@@ -259,7 +157,7 @@ class Library:
             source = self._pool.source(name) if status is not None else name
             freed = zoo.remove(source or name, self._settings)
         finally:
-            self._forget_list()
+            self._offers.forget()
         self._pulls.forget(name)
         self.unload(name)
         return freed
@@ -314,27 +212,5 @@ class Library:
         self._pulls.close()
 
     def _arrived(self, name: str) -> None:
-        self._forget_list()
+        self._offers.forget()
         self.use(name)
-
-
-def _of_entry(entry: CatalogEntry, files: ModelFiles | None) -> Offer:
-    return Offer(
-        entry.alias, files is not None, "registered", files.size_bytes if files else entry.size_bytes,
-        entry.parameters, entry.bits, entry.licence, entry.capabilities,
-        files.origin if files else ", ".join(entry.sources),
-    )  # fmt: skip
-
-
-def _bits(size_bytes: int, parameters: int) -> float:
-    """Per weight, as stored."""
-    return round(size_bytes * 8 / parameters, 1) if parameters else 0.0
-
-
-def _now(offer: Offer, status: ModelStatus | None, adapters: tuple[str, ...]) -> Offer:
-    if status is None:
-        return offer
-    return dataclasses.replace(
-        offer, state=status.state, error=offer.error or status.error or "", pinned=status.pinned, adapters=adapters,
-        at_work=status.running + status.waiting > 0,
-    )  # fmt: skip

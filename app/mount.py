@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import psutil
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, Response
 
+from mlxinfer.app import theme as themes
 from mlxinfer.app.door import MAX_UPLOAD_BYTES, PATH, Door
 from mlxinfer.app.page.context import House, PageContext
 from mlxinfer.app.page.icons import FAVICON
@@ -26,6 +28,7 @@ from mlxinfer.server.app import create_app
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import gradio as gr
     from fastapi import FastAPI
     from starlette.requests import Request
 
@@ -48,6 +51,9 @@ CONTRAST = {
     "input_placeholder_color": "*neutral_500",
 }
 """Gradio's own colours for these are below 4.5 : 1 (WCAG 2.1, 1.4.3)."""
+LOOKS_S = 0.04
+"""Between two looks at the queue of events: half of it, in the mean, is added to what a click takes."""
+PROGRESS_S = 1.0
 QUIET = {
     "GRADIO_ANALYTICS_ENABLED": "False",
     "GRADIO_MCP_SERVER": "False",
@@ -107,6 +113,7 @@ def with_page(house: House, key: str, languages: Sequence[str], pool: ModelPool,
     app = create_app(pool, options)
     app.add_route(f"{PATH}/export/{{name}}", _exporter(house.store), methods=["GET"])
     app.add_route(f"{PATH}/stop/{{key}}", _stopper(house.replies), methods=["POST"])
+    app.add_route(f"{PATH}/theme/{{theme}}", _dresser(house.settings.data_dir), methods=["POST"])
     app.add_route("/favicon.ico", lambda _: Response(FAVICON, media_type="image/svg+xml"), methods=["GET"])
     head = f"<script>{(PAGE / 'page.js').read_text('utf-8')}</script>"
     theme = Default(primary_hue="indigo", neutral_hue="slate", font=FONTS, font_mono=CODE_FONTS).set(**CONTRAST)
@@ -114,14 +121,25 @@ def with_page(house: House, key: str, languages: Sequence[str], pool: ModelPool,
         context = PageContext.of(house, Texts(lang), tuple(languages))
         with _a_loop():
             blocks = build(context).queue(api_open=False, default_concurrency_limit=None)
+        _calm(blocks)
         gr.mount_gradio_app(
             app, blocks, f"{PATH}/{lang}", server_name=options.host, footer_links=[], run_history=False,
             allowed_paths=[], max_file_size=MAX_UPLOAD_BYTES, ssr_mode=False, enable_monitoring=False, pwa=False,
             mcp_server=False, show_error=False, theme=theme, head=head, css_paths=[PAGE / "style.css"],
         )  # fmt: skip
+    chosen = functools.partial(themes.read, house.settings.data_dir)
     # The innermost: the Guard looks at Host and Origin first, the access log at everything.
-    app.user_middleware.append(Middleware(Door, key=key, languages=tuple(languages)))
+    app.user_middleware.append(Middleware(Door, key=key, languages=tuple(languages), chosen=chosen))
     return app
+
+
+def _calm(blocks: gr.Blocks) -> None:
+    """Have Gradio look less often for events, by itself 1000 times a second, and for progress, of which there is none.
+
+    It does so in each language, whether a page is open or not, and has no public option for it.
+    """
+    blocks._queue.sleep_when_free = LOOKS_S
+    blocks._queue.progress_update_sleep_when_free = PROGRESS_S
 
 
 def languages_of(wanted: str | None) -> tuple[str, ...]:
@@ -155,6 +173,18 @@ def _stopper(replies: Replies) -> Any:
         return Response(status_code=204 if live else 404)
 
     return stop
+
+
+def _dresser(folder: Path) -> Any:
+    """Keeps the theme that was chosen; the door lets no other word through."""
+
+    def dress(request: Request) -> Response:
+        themes.write(folder, request.path_params["theme"])
+        answer = Response(status_code=204)
+        answer.set_cookie(themes.COOKIE, request.path_params["theme"], path=PATH, samesite="strict")
+        return answer
+
+    return dress
 
 
 def _named(title: str, kind: str) -> dict[str, str]:

@@ -82,11 +82,13 @@ def _hear_side(chat: ChatPage, page: SidePage, side: Side, parts: Parts) -> None
     hinted = [*fields, parts.status, parts.timer]
     parts.model.input(page.choose, [parts.model, parts.key], hinted, **QUIET)
     parts.model.focus(page.offered, None, parts.model, **QUIET)
-    parts.demo.click(page.demo, None, [parts.demo, parts.status, parts.timer], **QUIET)
+    parts.demo.click(page.demo, None, [parts.hello, parts.demo, parts.status, parts.timer], **QUIET)
     parts.timer.tick(page.tick, [parts.model, parts.key], every, **QUIET)
     for field in fields:
         heard: Any = field
-        heard.input(page.changed, [parts.key, parts.model, *fields], None, trigger_mode="always_last", **QUIET)
+        # Gradio's "input" is a key that makes a character: pasting and deleting are seen when the field is left.
+        for event in (heard.input, heard.blur):
+            event(page.changed, [parts.key, parts.model, *fields], None, trigger_mode="always_last", **QUIET)
     parts.preset.input(page.preset_chosen, [parts.preset], parts.fields["system"], **QUIET)
     parts.preset_save.click(page.preset_saved, [parts.preset, parts.fields["system"]], parts.preset, **QUIET)
     parts.preset_delete.click(page.preset_deleted, [parts.preset], parts.preset, **QUIET)

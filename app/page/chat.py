@@ -24,6 +24,7 @@ from mlxinfer.zoo.files import human_bytes
 if TYPE_CHECKING:
     from mlxinfer.app.page.context import PageContext
     from mlxinfer.app.page.parts import Parts, Side
+    from mlxinfer.app.pulls import Pull
     from mlxinfer.app.store import Conversation, Message
 
 PACE_S = 0.05
@@ -64,7 +65,7 @@ class ChatPage:
     def view(self, key: str, search: str = "", deleted: str = "") -> Updates:
         """The page on a conversation; on a new one where there is none of that key."""
         chat = self.find(key)
-        parts, texts = self.parts, self.context.texts
+        parts = self.parts
         shown = Transcript() if chat is None else transcript(self.context, chat)
         here = self.context.library.models()
         model = chat.model if chat else choices.first(self.context)
@@ -74,17 +75,27 @@ class ChatPage:
             parts.history: shown.history,
             parts.tail: shown.tail,
             parts.feet: shown.feet,
-            parts.hello: gr.update(value=texts("hello" if here else "no_model"), visible=not shown.tail),
-            parts.demo: gr.update(value=self._demo(), visible=not here and not shown.tail),
-            parts.model: gr.update(choices=offered, value=model or None),
+            **self.greeting(here, shown=not shown.tail),
+            parts.model: gr.update(choices=offered, value=model or None, interactive=True),
             parts.composer: self.composer(writing=shown.writing),
             self.side.listing: sidebar.listed(self.context, chat.id if chat else "", search, deleted),
         }
         return updates | self.status(model, shown.used)
 
-    def _demo(self) -> str:
-        entry = zoo.find_entry(zoo.DEMO)
-        return self.context.texts("get_demo", size=human_bytes(entry.size_bytes) if entry else "")
+    def greeting(self, here: list[str], *, shown: bool = True) -> Updates:
+        """What stands in place of a conversation; without a model `here`, how to get one, or that one is on its way."""
+        texts, entry = self.context.texts, zoo.find_entry(zoo.DEMO)
+        comes = not here and self.pull() is not None
+        said = texts("hello" if here else "on_its_way" if comes else "no_model")
+        label = texts("get_demo", size=human_bytes(entry.size_bytes) if entry else "")
+        return {
+            self.parts.hello: gr.update(value=said, visible=shown),
+            self.parts.demo: gr.update(value=label, visible=shown and not here and not comes),
+        }
+
+    def pull(self) -> Pull | None:
+        """One that runs."""
+        return next((one for one in self.context.library.pulls() if one.state == "running"), None)
 
     @staticmethod
     def composer(*, writing: bool, **changes: Any) -> Any:
@@ -93,7 +104,7 @@ class ChatPage:
     def status(self, model: str, used: int) -> Updates:
         """The line above the chat: the context meter, or what is waited for; the timer runs meanwhile."""
         texts = self.context.texts
-        pull = next((one for one in self.context.library.pulls() if one.state == "running"), None)
+        pull = self.pull()
         waits, said = pull is not None, ""
         if pull is not None:
             percent = f"{100 * pull.done // pull.total} %" if pull.total else human_bytes(pull.done)
@@ -117,7 +128,10 @@ class ChatPage:
         values = settings.shown(self.find(key))
         hints = settings.hints(self.context, model)
         hint: dict[str, Any] = {name: {"placeholder": text} for name, text in hints.items()}
-        return {self.parts.fields[name]: gr.update(value=value, **hint.get(name, {})) for name, value in values.items()}
+        return {
+            self.parts.fields[name]: gr.update(value=value, interactive=True, **hint.get(name, {}))
+            for name, value in values.items()
+        }
 
     def open(self, key: str, request: gr.Request | None, search: str = "", deleted: str = "") -> Updates:
         """Show a conversation with its settings. Whatever else wrote to this session's page stops."""

@@ -23,10 +23,13 @@ const mlxinfer = (window.mlxinfer = (() => {
     plan();
   }
 
-  // A route of its own: it waits behind no other event.
+  // Routes of our own: they wait behind no other event.
+  function post(what) {
+    fetch(`/app/${what}`, { method: "POST", headers: { "content-type": "application/json" } });
+  }
+
   function stop() {
-    if (!$("#composer .stop-button") || !key()) return;
-    fetch(`/app/stop/${key()}`, { method: "POST", headers: { "content-type": "application/json" } });
+    if ($("#composer .stop-button") && key()) post(`stop/${key()}`);
   }
 
   // A button that says what it does: {do, id, …}. Renaming asks for the title in its own place first.
@@ -118,9 +121,9 @@ const mlxinfer = (window.mlxinfer = (() => {
     if (follows) box.scrollTop = box.scrollHeight;
   }
 
-  // What was chosen with the switch; without a choice, Gradio follows the system.
+  // What was chosen with the switch, now or at an earlier start (app/theme.py); else Gradio follows the system.
+  let chosen = /(?:^|; )mlxinfer_theme=(light|dark)(?:;|$)/.exec(document.cookie)?.[1];
   function dress() {
-    const chosen = localStorage.getItem("mlxinfer-theme");
     if (chosen) document.body.classList.toggle("dark", chosen === "dark");
   }
 
@@ -183,8 +186,9 @@ const mlxinfer = (window.mlxinfer = (() => {
     } else if (target.closest("#composer .stop-button")) {
       stop();
     } else if (target.closest("#theme")) {
-      const dark = document.body.classList.toggle("dark");
-      localStorage.setItem("mlxinfer-theme", dark ? "dark" : "light");
+      chosen = document.body.classList.contains("dark") ? "light" : "dark";
+      dress();
+      post(`theme/${chosen}`);
     } else if (target.closest("#open-settings")) {
       const tabs = $("#tabs");
       const open = tabs.dataset.settings !== "open";

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 """Of every event here: none waits in the queue that replies stream through, none is a part of an API."""
-PACE_S = 0.5
+PACE_S = 1.0
 """Between two looks at what has changed, while the panel is seen."""
 RUNNING_PACE_S = 0.05
 """… at a reply that grows."""

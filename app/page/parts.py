@@ -1,4 +1,7 @@
-"""The components of the chat and its sidebar, built in the place where they stand."""
+"""The components of the chat and its sidebar, built in the place where they stand.
+
+What can be typed or chosen is shut until the page has loaded: that fills it in, and would draw over what came before.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlxinfer.app.page import choices, settings, sidebar
 from mlxinfer.app.page.icons import icon
-from mlxinfer.app.page.presets import Presets
+from mlxinfer.app.page.markup import DELIMITERS
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -15,12 +18,6 @@ if TYPE_CHECKING:
 
     from mlxinfer.app.page.context import PageContext
 
-LATEX = [
-    {"left": "$$", "right": "$$", "display": True},
-    {"left": "\\[", "right": "\\]", "display": True},
-    {"left": "\\(", "right": "\\)", "display": False},
-    {"left": "$", "right": "$", "display": False},
-]
 SAYS_WHAT_WAS_PRESSED = """
 element.addEventListener("click", (event) => {
   const pressed = event.target.closest("[data-do]");
@@ -73,8 +70,9 @@ def build_side(context: PageContext) -> Side:
     with gr.Sidebar(elem_id="side", open=True, width=290) as frame:
         new = gr.Button(f"+ {texts('new_chat')}", elem_id="new-chat", variant="primary")
         search = gr.Textbox(
-            label=texts("search"), placeholder=texts("search_hint"), elem_id="search", show_label=False, max_lines=1
-        )
+            label=texts("search"), placeholder=texts("search_hint"), elem_id="search", show_label=False, max_lines=1,
+            interactive=False,
+        )  # fmt: skip
         everything = sidebar.listed(context, "", "", "")
         listing = gr.HTML(everything, elem_id="listing", js_on_load=SAYS_WHAT_WAS_PRESSED, container=False)
         imports = gr.UploadButton(
@@ -110,7 +108,7 @@ def build_chat(context: PageContext) -> Parts:
     with gr.Row(elem_id="head", equal_height=True):
         model = gr.Dropdown(
             context.library.models(), value=choices.first(context) or None, label=texts("model"), show_label=False,
-            elem_id="model", container=False, scale=1,
+            elem_id="model", container=False, scale=1, interactive=False,
         )  # fmt: skip
         status = gr.HTML(elem_id="status", container=False)
         gr.HTML(_opener(context), elem_id="settings-switch", container=False)
@@ -124,7 +122,6 @@ def build_chat(context: PageContext) -> Parts:
             with gr.Row(visible=False, elem_id="edit-bar", equal_height=True) as edit_bar:
                 gr.Markdown(texts("editing"))
                 edit_cancel = gr.Button(texts("cancel"), size="sm", scale=0, min_width=100)
-            # What is sent before the page has loaded would be drawn over by that; loading lets it be typed in.
             composer = gr.MultimodalTextbox(
                 label=texts("message"), show_label=False, placeholder=texts("message_hint"), elem_id="composer",
                 file_count="multiple", max_lines=12, max_plain_text_length=2_000_000, autofocus=True, interactive=False,
@@ -132,11 +129,12 @@ def build_chat(context: PageContext) -> Parts:
         with gr.Column(elem_id="settings", scale=0, min_width=280):
             gr.Markdown(f"#### {texts('settings')}")
             system = gr.Textbox(
-                label=texts("system"), placeholder=texts("system_hint"), lines=3, max_lines=12, elem_id="system"
-            )
+                label=texts("system"), placeholder=texts("system_hint"), lines=3, max_lines=12, elem_id="system",
+                interactive=False,
+            )  # fmt: skip
             preset = gr.Dropdown(
-                list(Presets(context.settings.data_dir).all()), value=None, label=texts("preset"),
-                info=texts("preset_hint"), allow_custom_value=True, elem_id="preset",
+                [], value=None, label=texts("preset"),
+                info=texts("preset_hint"), allow_custom_value=True, elem_id="preset", interactive=False,
             )  # fmt: skip
             with gr.Row():
                 save = gr.Button(texts("save_preset"), size="sm", min_width=80)
@@ -155,6 +153,6 @@ def _chatbot(name: str, label: str) -> gr.Chatbot:
 
     return gr.Chatbot(
         [], label=label, show_label=False, elem_id=name, height=None, container=False, autoscroll=False,
-        latex_delimiters=LATEX, group_consecutive_messages=False, buttons=["copy"], sanitize_html=True,
+        latex_delimiters=DELIMITERS, group_consecutive_messages=False, buttons=["copy"], sanitize_html=True,
         allow_file_downloads=False, feedback_options=None, layout="bubble", allow_tags=False,
     )  # fmt: skip

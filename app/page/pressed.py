@@ -12,7 +12,7 @@ from mlxinfer.app.page import attach, choices, settings, sidebar
 from mlxinfer.app.page.chat import Updates, told
 from mlxinfer.app.page.presets import Presets
 from mlxinfer.app.store.exchange import MAX_BYTES, from_json, from_markdown
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import InvalidRequestError, MlxinferError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,11 +30,16 @@ class SidePage:
 
     def loaded(self, key: str, request: gr.Request) -> Updates:
         """The page was opened, or opened again."""
-        if self.context.notice:
-            gr.Warning(html.escape(self.context.notice), duration=20)
-        with told():
-            named = gr.update(choices=list(self.presets.all()))
-        return self.chat.open(key, request) | {self.parts.preset: named}
+        notices, named = [self.context.notice], list[str]()
+        try:
+            named = list(self.presets.all())
+        except MlxinferError as error:  # a file that is damaged: the chat goes without
+            notices.append(str(error))
+        for notice in filter(None, notices):
+            gr.Warning(html.escape(notice), duration=20)
+        preset = gr.update(choices=named, interactive=True)
+        shown: Updates = {self.parts.preset: preset, self.side.search: gr.update(interactive=True)}
+        return self.chat.open(key, request) | shown
 
     def new(self, request: gr.Request) -> Updates:
         return self.chat.open("", request) | {self.side.search: ""}
@@ -111,7 +116,7 @@ class SidePage:
         """Fetch the demo model."""
         with told():
             self.context.library.pull(zoo.DEMO)
-        return {self.parts.demo: gr.update(visible=False)} | self.chat.status("", 0)
+        return self.chat.greeting(self.context.library.models()) | self.chat.status("", 0)
 
     def tick(self, model: str | None, key: str) -> Updates:
         """While a model is fetched or loaded."""
@@ -121,12 +126,13 @@ class SidePage:
         if not model and here:
             model = choices.first(self.context)
             choices.load(self.context, model)
-            hello = gr.update(value=self.context.texts("hello"))
-            updates = {self.parts.model: gr.update(choices=here, value=model), self.parts.hello: hello}
-        elif failed is not None and failed.state == "failed" and not here:
-            said = self.context.texts("fetch_failed", name=failed.name, error=failed.error)
-            updates = {self.parts.demo: gr.update(visible=True)}
-            gr.Warning(html.escape(said), duration=20)
+            updates = self.chat.greeting(here, shown=not key)
+            updates[self.parts.model] = gr.update(choices=here, value=model)
+        elif not here and self.chat.pull() is None:  # it came to nothing
+            updates = self.chat.greeting(here, shown=not key)
+            if failed is not None and failed.state == "failed":
+                said = self.context.texts("fetch_failed", name=failed.name, error=failed.error)
+                gr.Warning(html.escape(said), duration=20)
         shown = self.chat.status(model or "", 0)
         if model and choices.status(self.context, model) == "loaded":
             chat = self.chat.find(key)

@@ -26,7 +26,10 @@ PLAIN = SamplingParams(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, repetitio
 
 
 def fields(texts: Texts) -> dict[str, FormComponent]:
-    """Build the controls, in the order in which they stand; the system prompt, which is apart, isn't among them."""
+    """Build the controls, in the order in which they stand; the system prompt, which is apart, isn't among them.
+
+    They are shut until `ChatPage.fields` fills them in.
+    """
     import gradio as gr
 
     made: dict[str, FormComponent] = {}
@@ -36,13 +39,16 @@ def fields(texts: Texts) -> dict[str, FormComponent]:
         hint = texts("model_default")
         made[name] = gr.Textbox(
             label=texts(name), placeholder=hint, max_lines=1, min_width=110, html_attributes=number,
-            elem_id=f"set-{name}",
+            elem_id=f"set-{name}", interactive=False,
         )  # fmt: skip
-    made["stop"] = gr.Textbox(label=texts("stop"), lines=1, max_lines=4)
-    made["thinking"] = gr.Dropdown(_thinking(texts), value="", label=texts("thinking_mode"), filterable=False)
-    made["schema"] = gr.Textbox(
-        label=texts("schema"), lines=3, max_lines=12, placeholder='{"type": "object", …}', elem_classes=["code"]
+    made["stop"] = gr.Textbox(label=texts("stop"), lines=1, max_lines=4, interactive=False)
+    made["thinking"] = gr.Dropdown(
+        _thinking(texts), value="", label=texts("thinking_mode"), filterable=False, interactive=False
     )
+    made["schema"] = gr.Textbox(
+        label=texts("schema"), lines=3, max_lines=12, placeholder='{"type": "object", …}', elem_classes=["code"],
+        interactive=False,
+    )  # fmt: skip
     return made
 
 

@@ -67,6 +67,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "### No model yet\nFetch the small demo model with one click below, or choose one in the tab “Models”.",
         "### まだモデルがありません\n下のボタンで小さなデモモデルを取得するか、「モデル」タブで選んでください。",
     ),
+    "on_its_way": (
+        "### The model is on its way\nIt can be asked as soon as it is here.",
+        "### モデルを取得しています\n届き次第、質問できます。",
+    ),
     "get_demo": ("Get the demo model ({size})", "デモモデルを取得({size})"),
     "fetching": ("Fetching {name}: {percent}", "{name} を取得中: {percent}"),
     "fetch_failed": ("{name} could not be fetched: {error}", "{name} を取得できませんでした: {error}"),

@@ -29,7 +29,9 @@ FILE = "window.json"
 ICON = Path(__file__).parent.parent / "packaging" / "icon.png"
 INSTALL = "pip install 'mlxinfer[desktop]'"
 _XCB = "libxcb.so.1"
-_CURSOR = "libxcb-cursor.so.0"
+_X_LIBRARIES = ("libxcb-cursor.so.0", "libxcb-icccm.so.4", "libxcb-keysyms.so.1", "libxkbcommon-x11.so.0")
+"""What Qt's plug-in for X links to and doesn't bring; it ends the process where one of them is missing."""
+_APT = "apt install libegl1 libxcb-cursor0 libxcb-icccm4 libxcb-keysyms1 libxkbcommon-x11-0"
 _NO_SANDBOX = "--no-sandbox"
 
 
@@ -65,9 +67,10 @@ def _qt_is_missing() -> str:
 def _x_is_missing() -> str:
     try:
         xcb = ctypes.CDLL(_XCB)
-        ctypes.CDLL(_CURSOR)
+        for library in _X_LIBRARIES:
+            ctypes.CDLL(library)
     except OSError as error:
-        return f"Qt needs a library of the system ({error}): apt install libxcb-cursor0 libegl1"
+        return f"Qt needs a library of the system ({error}): {_APT}"
     xcb.xcb_connect.restype = ctypes.c_void_p
     xcb.xcb_connect.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
     xcb.xcb_connection_has_error.argtypes = xcb.xcb_disconnect.argtypes = (ctypes.c_void_p,)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mlxinfer import runtime
 from mlxinfer.kernels import calls
-from mlxinfer.kernels.build import build, earlier_failure, find, remember_failure
+from mlxinfer.kernels.build import build, earlier_failure, find, home, remember_failure
 from mlxinfer.kernels.checks import FAULTS, check, names
 from mlxinfer.kernels.load import LoadError, check_owner, faults, load
 from mlxinfer.kernels.tools import BuildCancelledError, BuildError, find_tools
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from mlxinfer.types import Progress
 
 LABEL = "CPU kernels (once; a minute or two)"
+ASKED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,14 @@ def expected(settings: Settings) -> bool:
         return bool(_status.in_use)
     if settings.kernels == "off" or not runtime.on_cpu():
         return False
+    return _can_be_had(settings.cache_dir, home(settings.cache_dir), int(time.monotonic() / ASKED_S))
+
+
+@functools.lru_cache(maxsize=4)
+def _can_be_had(cache: Path, _home: Path, _time: int) -> bool:
+    """For a while: this starts the compiler, twice, and a list of models asks for each of them."""
     try:
-        return find(settings.cache_dir) is not None or (
-            earlier_failure(settings.cache_dir) is None and find_tools() is not None
-        )
+        return find(cache) is not None or (earlier_failure(cache) is None and find_tools() is not None)
     except (BuildError, *FAULTS):
         return False
 
@@ -90,6 +97,7 @@ def enable(
     global _status, _final
     with _lock:
         if _status is None or not _final or (again and _status.reason):
+            _can_be_had.cache_clear()
             _status, _final = _enable(settings, progress, cancel, may_build, again)
         return _status
 

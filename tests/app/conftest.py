@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import tiny
-from tests.app import serving
+from tests.app import serving, windowing
 
 CONTEXT = 16384
 """Tokens: room for replies that don't end by themselves."""
@@ -55,3 +55,14 @@ def page(app: App, browser: Any) -> Iterator[Any]:
     with serving.tab(app, browser) as opened:
         serving.brief(opened)
         yield opened
+
+
+@pytest.fixture(scope="module")
+def display() -> Iterator[str]:
+    with windowing.screen() as name:
+        yield name
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path, display: str) -> dict[str, str]:
+    return windowing.environment(tmp_path, display)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mlxinfer.app.page.context import House
 
-STARTS_S = 60
+STARTS_S = 120
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -87,7 +87,7 @@ def browser() -> Iterator[Any]:
 def tab(app: App, browser: Any, *, width: int = 1280, locale: str = "en-US", **more: Any) -> Iterator[Any]:
     """A page of its own, let in by the link. Asserts at the end that it asked no other machine and nothing failed."""
     context = browser.new_context(viewport={"width": width, "height": 844}, locale=locale, **more)
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(120_000)
     opened = context.new_page()
     foreign, broken = list[str](), list[str]()
     opened.on("request", lambda request: _note_foreign(app, request.url, foreign))

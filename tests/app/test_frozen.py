@@ -26,13 +26,15 @@ SECONDS = 90
 def program(tmp_path_factory):
     """The executable. $PACKAGED_APP names a folder that was built before."""
     if built := os.environ.get("PACKAGED_APP"):
-        return Path(built).resolve() / "mlxinfer"
+        yield Path(built).resolve() / "mlxinfer"
+        return
     place = tmp_path_factory.mktemp("bundle")
     command = [sys.executable, "-m", "PyInstaller", "--noconfirm", "--log-level", "WARN"]
     command += ["--distpath", str(place / "dist"), "--workpath", str(place / "work")]
     subprocess.run([*command, str(ROOT / "app" / "packaging" / "mlxinfer.spec")], check=True, cwd=ROOT, timeout=840)
     shutil.rmtree(place / "work")
-    return place / "dist" / "mlxinfer" / "mlxinfer"
+    yield place / "dist" / "mlxinfer" / "mlxinfer"
+    shutil.rmtree(place)  # a gigabyte
 
 
 @pytest.fixture
@@ -92,6 +94,13 @@ def test_it_says_its_version_and_finds_all_it_needs(program, home):
     report = json.loads(said("doctor", "--json").stdout)
     wrong = [found for found in report["findings"] if found["status"] == "error"]
     assert not wrong
+
+
+def test_run_answers_a_question(program, home):
+    command = [program, "run", "-m", str(home / "tiny"), "--max-tokens", "4", "--json", "hi"]
+    ran = subprocess.run(command, env=surroundings(home), cwd=home, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 4
 
 
 def test_it_serves_a_model_and_answers(program, home):

@@ -43,3 +43,51 @@ def test_what_is_sent_as_soon_as_it_can_be_typed_is_shown_with_its_reply(app: Ap
         settled(page)
         assert "at once" in page.locator("#tail").inner_text()
         assert not page.locator("#hello").is_visible()
+
+
+def test_what_is_typed_as_soon_as_it_can_be_is_not_drawn_over_by_the_page_that_loads(app: App, browser: Any) -> None:
+    """The page asks for its conversation and settings when it is drawn already; here that takes its time."""
+    from tests.app.serving import ready, tab
+
+    chat = app.house.store.create("tiny", title="kept", top_p=0.5)
+    with tab(app, browser) as page:
+        held: list[Any] = []
+        page.route("**/queue/join*", lambda route: held.append(route))
+        with page.expect_request("**/queue/join*"):
+            page.goto(f"{app.base}/app/en/?chat={chat.id}")
+        page.click("#open-settings")
+        field = page.locator("#set-temperature :is(input, textarea)")
+        field.wait_for()
+        inputs = "#composer textarea, #search input, #model input, #settings :is(input, textarea)"
+        assert page.locator(inputs).count() > 10
+        assert page.locator(inputs).evaluate_all("all => all.every(one => one.disabled || one.readOnly)")
+        assert held
+        for route in held:
+            route.continue_()
+        page.unroute("**/queue/join*")
+        field.click()  # waits until it can be
+        field.press_sequentially("0.3")
+        ready(page)
+        page.wait_for_function("document.querySelector('#set-top_p :is(input, textarea)').value === '0.5'")
+        until(lambda: app.house.store.conversation(chat.id).settings.get("temperature") == 0.3)
+        assert field.input_value() == "0.3"
+        assert app.house.store.conversation(chat.id).settings == {"top_p": 0.5, "temperature": 0.3}
+        field.fill("")
+        field.press("Tab")
+        until(lambda: app.house.store.conversation(chat.id).settings == {"top_p": 0.5})
+
+
+def test_presets_that_are_damaged_keep_nobody_from_the_chat(app: App, browser: Any) -> None:
+    from tests.app.serving import send, settled, tab
+
+    file = app.house.settings.data_dir / "presets.json"
+    file.write_text("{")
+    try:
+        with tab(app, browser) as page:
+            page.get_by_text("presets.json").first.wait_for()
+            send(page, "all the same")
+            page.wait_for_selector("#composer .stop-button, #tail .foot [data-do=retry]")
+            page.evaluate("document.querySelector('#composer .stop-button')?.click()")
+            settled(page)
+    finally:
+        file.unlink()

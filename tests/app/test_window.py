@@ -5,24 +5,17 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
-from contextlib import closing, contextmanager
-from pathlib import Path
 
-import httpx
 import pytest
 
-for name in ("webview", "qtpy"):
+from tests.app.windowing import page_of, started, until
+
+for name in ("webview", "qtpy", "websockets"):
     pytest.importorskip(name)
-connect = pytest.importorskip("websockets.sync.client").connect
-pytestmark = [
-    pytest.mark.skipif(not shutil.which("Xvfb"), reason="needs Xvfb: apt install xvfb libegl1 libxcb-cursor0"),
-    pytest.mark.timeout(120),
-]
+pytestmark = pytest.mark.skipif(not shutil.which("Xvfb"), reason="needs Xvfb: apt install xvfb")
 
 PAGE = """<!doctype html><meta charset=utf-8><title>page</title><body>
 <button id=copy onclick="navigator.clipboard.writeText('copied').then(() => document.title = 'copied',
@@ -52,6 +45,12 @@ def serve(until, started):
 
 print("ended by", window.run_beside(serve, "mlxinfer"), flush=True)
 """
+APP = """
+import sys
+from mlxinfer.cli import main
+sys.argv = ["mlxinfer", "app"]
+main()
+"""
 
 
 class Page(http.server.BaseHTTPRequestHandler):
@@ -80,104 +79,6 @@ def url():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/app/?key=secret"
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def display():
-    reading, writing = os.pipe()
-    options = ["-displayfd", str(writing), "-screen", "0", "1400x1000x24", "-nolisten", "tcp"]
-    with subprocess.Popen(["Xvfb", *options], pass_fds=[writing], stderr=subprocess.DEVNULL) as server:
-        os.close(writing)
-        with os.fdopen(reading) as told:
-            yield f":{told.readline().strip()}"
-        server.terminate()
-
-
-@pytest.fixture
-def surroundings(tmp_path, display):
-    """The environment of a window: its own home, and a browser that only writes down what it was asked to open."""
-    browser = tmp_path / "browser"
-    browser.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/opened\n')
-    browser.chmod(0o755)
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    left_out = {"WAYLAND_DISPLAY", "QT_QPA_PLATFORM", "XDG_DOWNLOAD_DIR"}
-    return {name: value for name, value in os.environ.items() if name not in left_out} | {
-        "HOME": str(tmp_path),
-        "DISPLAY": display,
-        "BROWSER": f"{browser} %s",
-        "MLXINFER_DATA_DIR": str(tmp_path / "data"),
-        "XDG_CONFIG_HOME": str(tmp_path / "config"),
-        "QTWEBENGINE_CHROMIUM_FLAGS": "--no-sandbox",
-        "QTWEBENGINE_REMOTE_DEBUGGING": str(port),
-    }
-
-
-@contextmanager
-def started(code, surroundings, *arguments):
-    log = Path(surroundings["HOME"]) / "log"
-    with log.open("ab") as out:
-        command = [sys.executable, "-c", code, *map(str, arguments)]
-        process = subprocess.Popen(command, env=surroundings, stdout=out, stderr=out, cwd=Path(__file__).parents[2])
-    process.log = log
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-
-
-class Driven:
-    """A page, through Chromium's protocol: Playwright wants more of it than Qt's Chromium has."""
-
-    def __init__(self, connection):
-        self._connection, self._number = connection, 0
-
-    def call(self, method, **parameters):
-        self._number += 1
-        self._connection.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
-        while (answer := json.loads(self._connection.recv(timeout=30))).get("id") != self._number:
-            pass
-        assert "error" not in answer, answer
-        return answer["result"]
-
-    def evaluate(self, script):
-        return self.call("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
-
-    def click(self, selector):
-        box = f"JSON.stringify(document.querySelector('{selector}').getBoundingClientRect())"
-        box = json.loads(self.evaluate(box))
-        at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
-
-
-@contextmanager
-def page_of(process, surroundings):
-    """The page in the window, once it is loaded."""
-    address = f"http://127.0.0.1:{surroundings['QTWEBENGINE_REMOTE_DEBUGGING']}/json/list"
-    until(lambda: process.poll() is not None or _pages(address), "the window's page")
-    assert process.poll() is None, process.log.read_text()
-    with connect(_pages(address)[0]["webSocketDebuggerUrl"]) as connection:
-        page = Driven(connection)
-        until(lambda: page.evaluate("document.readyState") == "complete", "the page")
-        yield page
-
-
-def _pages(address):
-    try:
-        return [page for page in httpx.get(address).json() if page["url"].startswith("http")]
-    except httpx.TransportError:
-        return []
-
-
-def until(holds, what, seconds=40):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.05)
 
 
 def ends(process, number):
@@ -258,6 +159,27 @@ def test_closing_the_window_tells_the_server_to_end_and_waits_for_it(url, surrou
             pass
         ends(process, signal.SIGINT)
     assert "told to end" in process.log.read_text()
+
+
+def test_the_theme_that_was_chosen_is_there_at_the_next_start(surroundings, tmp_path):
+    dark = "document.body.classList.contains('dark')"
+    drawn = "document.querySelector('#composer textarea:not([disabled])') !== null"
+    with started(APP, surroundings) as process:
+        with page_of(process, surroundings) as page:
+            until(lambda: page.evaluate(drawn), "the chat")
+            systems = page.evaluate(dark)
+            page.click("#theme")
+            until((tmp_path / "data" / "theme.json").is_file, "the choice on disk")
+            assert page.evaluate(dark) is not systems
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, process.log.read_text()
+    with started(APP, surroundings) as process:
+        with page_of(process, surroundings) as page:
+            until(lambda: page.evaluate(drawn), "the chat")
+            until(lambda: page.evaluate(dark) is not systems, "the theme")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, process.log.read_text()
+    assert "Traceback" not in process.log.read_text()
 
 
 @pytest.mark.parametrize(
