@@ -69,7 +69,10 @@ class Agent:
             threading.Thread(target=self._serve, args=(connection,), name="agent", daemon=True).start()
 
     def close(self) -> None:
+        """Its ranks end, too."""
         self._closed = True
+        if self.coordinator is not None:
+            self.coordinator.end()
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()

@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 
 ALIVE_S = 0.5
 """Seconds between two signs of life."""
+FIRST_S = 60.0
+"""Until the coordinator's first message, which waits for all ranks."""
+GONE_S = 15.0
+"""A coordinator that says nothing for so long is gone; it says something each second."""
 LOST = 3
 """Exit code of a rank whose channel ended."""
 
@@ -87,15 +91,18 @@ class Rank:
             os._exit(1)
 
     def _listen(self) -> None:
+        patience = FIRST_S
         while True:
             try:
-                message = self._channel.receive()
+                message = self._channel.receive(patience)
+                patience = GONE_S
             except ChannelError:
                 # Not sys.exit: the other thread may stand in a collective for ever.
                 os._exit(LOST)
             if not isinstance(message, dict) or not message.keys() <= MESSAGES:
                 os._exit(LOST)
-            self._inbox.put(message)
+            if "still" not in message:
+                self._inbox.put(message)
 
     def _live(self) -> None:
         wait = threading.Event()
@@ -205,7 +212,7 @@ class Rank:
             self._channel.send({"out": wire.outputs_out(out), "number": launched.step.number})
 
 
-MESSAGES = {"next", "load", "probe", "admit", "prefix", "step", "read", "forget", "digest", "stop"}
+MESSAGES = {"still", "next", "load", "probe", "admit", "prefix", "step", "read", "forget", "digest", "stop"}
 
 
 def _told(runner: RankRunner, model: Any) -> dict[str, Any]:

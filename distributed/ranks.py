@@ -40,6 +40,8 @@ SILENT_S = 2.5
 CONNECT_S = 30.0
 LOAD_S = 600.0
 LOOK_S = 0.25
+STILL_S = 1.0
+"""Between two signs of life to the ranks: one whose coordinator's network is gone would wait for ever."""
 ALIKE = ("tier", "view", "fused", "needs_checkpoints")
 """What each rank finds out for itself, and all must find alike."""
 
@@ -185,6 +187,7 @@ class RankSet:
             with contextlib.closing(socket.create_server((listen, 0), backlog=self.size)) as server:
                 self._spawn(seats, secret, f"{listen}:{server.getsockname()[1]}")
                 self._accept(server, secret)
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
             for rank in range(self.size):
                 threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
             for rank in range(self.size):
@@ -193,7 +196,6 @@ class RankSet:
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def load(self, folders: Sequence[str], *, dtype: str = "auto", begin: Literal["load", "probe"] = "load") -> None:
         """Have the ranks load the parts in `folders`, in the place of what they held. Raises RanksLostError."""
@@ -202,6 +204,9 @@ class RankSet:
         for rank, folder in enumerate(folders):
             self.send(rank, {begin: {"folder": folder, "dtype": dtype, "backend": self._backend, "size": self.size}})
         self._wait_ready()
+        ways = [{key: told[key] for key in ALIKE} for told in self.told.values()] if begin == "load" else []
+        if any(way != ways[0] for way in ways):
+            raise RanksLostError(f"the ranks would not drive the model alike: {ways}")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -323,9 +328,6 @@ class RankSet:
             if time.monotonic() > ends:
                 raise RanksLostError(f"the ranks did not load within {LOAD_S:.0f} s")
             time.sleep(0.01)
-        ways = [{key: told[key] for key in ALIKE} for told in self.told.values()]
-        if any(way != ways[0] for way in ways):
-            raise RanksLostError(f"the ranks would not drive the model alike: {ways}")
 
     def _listen(self, rank: int) -> None:
         channel = self._channels[rank]
@@ -355,9 +357,14 @@ class RankSet:
         self._ready[rank].set()
 
     def _watch(self) -> None:
+        said = 0.0
         while not self._closed and not self._lost:
             time.sleep(LOOK_S)
             self._look()
+            if time.monotonic() - said > STILL_S:
+                said = time.monotonic()
+                with contextlib.suppress(RanksLostError):
+                    self.send_all({"still": 0})
 
     def _look(self) -> None:
         for rank, handle in enumerate(self._handles):

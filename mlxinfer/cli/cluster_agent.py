@@ -7,10 +7,14 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from mlxinfer.cli import clusters, options, output, process
+from mlxinfer.cli import clusters, options, output
+
+if TYPE_CHECKING:
+    from mlxinfer.distributed.agent import Agent
 
 
 @click.command("agent", epilog=options.example("mlxinfer cluster agent --node mini"))
@@ -35,10 +39,16 @@ def agent(file: Path, node: str, parts: Path | None, as_json: bool) -> None:
     if as_json:
         output.emit_json({"node": node, "host": own.host, "port": running.port})
     output.say(f"The agent of {node} listens on {own.host}:{running.port}   (Ctrl-C stops)")
-    process.quit_on_signals(terminated=0, interrupted=0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: _end(running))
     if piped:
         threading.Thread(target=_until_stdin_ends, name="stdin", daemon=True).start()
     running.run()
+
+
+def _end(running: Agent) -> NoReturn:
+    running.close()
+    os._exit(0)
 
 
 def _piped() -> bytes:

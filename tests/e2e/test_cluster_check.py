@@ -161,11 +161,14 @@ def sshd(home: Path) -> Iterator[str]:
 
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 import mlx.core as mx
 group = mx.distributed.init(strict=True, backend="ring")
 total = mx.distributed.all_sum(mx.array(float(group.rank() + 1)), group=group).item()
 print(f"rank {group.rank()} of {group.size()}: {total} {sys.argv[1:]}", flush=True)
+if group.rank() == 1:
+    # The others are ended with it, and are to have spoken.
+    time.sleep(2)
 if "fail" in sys.argv and group.rank() == 1:
     sys.exit(7)
 if "die" in sys.argv and group.rank() == 1:

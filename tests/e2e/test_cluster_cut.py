@@ -11,6 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from mlxinfer.distributed import cluster_file
@@ -106,3 +107,17 @@ def test_a_cable_that_is_pulled_in_mid_stream_costs_no_character(tmp_path: Path)
         finally:
             running.terminate()
             running.wait(10)
+        until = time.monotonic() + 20
+        while left := ranks_of("10.77.1.1"):
+            assert time.monotonic() < until, f"ranks outlive their agent: {left}"
+            time.sleep(0.2)
+
+
+def ranks_of(address: str) -> list[list[str]]:
+    """Command lines of ranks that were told to connect there."""
+    found = []
+    for one in psutil.process_iter(["cmdline"]):
+        line = one.info["cmdline"] or []
+        if "mlxinfer.distributed.rank" in line and any(part.startswith(f"{address}:") for part in line):
+            found.append(line)
+    return found
