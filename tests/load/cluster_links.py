@@ -1,4 +1,4 @@
-"""Plans against measurement over slow links: `python -m tests.load.cluster_links [--tokens 40]`.
+"""Plans against measurement over slow links: `python -m tests.load.cluster_links [--tokens 16]`.
 
 Ranks of this machine are joined by relays with a delay and a rate. Each setting's links are measured as `cluster check`
 does it, the plan is made of that, and greedy decoding of one stream and of eight is timed.
@@ -27,18 +27,18 @@ from tests.clusters import SECRET, engine_over, parts_of
 from tests.relay import SlowRing
 
 SETTINGS: tuple[tuple[str, int, float, float], ...] = (
-    ("tensor", 2, 1000, 100),
-    ("tensor", 2, 3000, 5),
-    ("tensor", 4, 1000, 50),
-    ("pipeline", 2, 10000, 100),
-    ("pipeline", 3, 5000, 1),
-    ("pipeline", 4, 5000, 20),
+    ("tensor", 2, 3000, 100),
+    ("tensor", 2, 5000, 2),
+    ("tensor", 4, 5000, 50),
+    ("pipeline", 2, 20000, 100),
+    ("pipeline", 3, 15000, 1),
+    ("pipeline", 4, 15000, 20),
 )
 """Kind, ranks, one way delay in us, MB/s."""
 MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 256,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "num_experts": 4,
@@ -59,7 +59,7 @@ def measured_link(delay_us: float, mb_s: float) -> tuple[float, float]:
     return ranks.facts["latency_s"] * 1e6, ranks.facts["bytes_per_s"] / 1e9
 
 
-def rates(engine: Engine, streams: int, tokens: int, rounds: int = 3) -> float:
+def rates(engine: Engine, streams: int, tokens: int, rounds: int = 2) -> float:
     """Tokens a second of all streams together, the best of some rounds; the first tokens are not counted."""
     best = 0.0
     for number in range(rounds):
@@ -115,7 +115,7 @@ def one(kind: Any, size: int, delay_us: float, mb_s: float, source: Path, folder
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--only", type=int, nargs="*", help="Numbers of settings.")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
