@@ -76,5 +76,5 @@ def _takes(command: click.Command, words: list[str], line: str) -> None:
         assert below is not None, line
         _takes(below, words[1:], line)
         return
-    ctx = click.Context(command, info_name=command.name)
+    ctx = click.Context(command, info_name=command.name, **command.context_settings)
     command.make_parser(ctx).parse_args(args=list(words))
