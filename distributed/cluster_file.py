@@ -23,7 +23,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 DEFAULT_PORT = 7446
 MAX_NODES = 64
 MAX_BYTES = 1 << 20
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class _Reader:
     def _node(self, row: dict[str, Any], where: str) -> Node:
         self._known(row, tuple(field.name for field in dataclasses.fields(Node)), where)
         name = self._text(row, "name", where)
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             self._refuse(f"{where}.name", f"is {name!r:.80}; letters, digits, dots, - and _ make a name")
         ssh = self._text(row, "ssh", where, "")
         host = self._text(row, "host", where)

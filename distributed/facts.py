@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxinfer.distributed.ways import by_heads, no_pipeline, no_tensor
-from mlxinfer.engine.blank import blank, num_layers
+from mlxinfer.engine.blank import blank, hidden_size, num_layers
 from mlxinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def facts_of(config: Mapping[str, Any], name: str = "") -> ModelFacts:
     mx.eval(mx.random.state)
     heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
     kv_heads = int(text.get("num_key_value_heads") or heads)
-    hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
+    hidden = hidden_size(config) or 1
     head_dim = int(text.get("head_dim") or hidden // heads)
     width = next(array.dtype.size for _, array in arrays if mx.issubdtype(array.dtype, mx.floating))
     return ModelFacts(

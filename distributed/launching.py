@@ -63,12 +63,13 @@ def run(cluster: Cluster, command: Sequence[str], *, wifi: bool = False, port: i
         wrapped = ["-m", "mlxinfer.distributed.launched", mark, *command]
         # Its own stdin at its end would keep it spinning; this one has no end.
         process = subprocess.Popen([*launch, *wrapped], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        ended = False
         try:
             codes = _ends(process, mark)
-        except BaseException:
-            process.terminate()
-            raise
+            ended = True
         finally:
+            if not ended:
+                process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import socket
 import sys
-import time
 from typing import Any
 
 from mlxinfer import __version__, runtime, upstream
@@ -27,7 +26,6 @@ def about() -> dict[str, Any]:
         "name": socket.gethostname(),
         "rdma": interfaces.rdma(),
         "interfaces": interfaces.as_json(interfaces.interfaces()),
-        "time": time.time(),
     }
 
 

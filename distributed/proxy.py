@@ -12,6 +12,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mlxinfer.distributed.cluster_file import NAME
 from mlxinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-claude-code-se
 RETRIES = 3
 """A request that ends a replica's process ends at most one more than these."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _HEADER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _SOCKET = re.compile(r"/[A-Za-z0-9 ._/@+-]+")
@@ -51,7 +51,7 @@ class Replica:
     port: int = 8080
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not NAME.fullmatch(self.name):
             raise _wrong("replica", f"name {self.name!a:.80}; letters, digits, dots, - and _ make one")
         _check_host(self.host, "replica")
         _check_number("replica", self.port, 1, 65535)

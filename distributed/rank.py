@@ -134,8 +134,7 @@ class Rank:
         from mlxinfer.tokenizer import Tokenizer
 
         kernels.enable(load_settings())
-        if self._group is None and body["size"] > 1:
-            self._group = mx.distributed.init(strict=True, backend=body["backend"])
+        self._join(body)
         if self._runner is not None:
             self._runner.close()
         self._runner = self._grammars = self._before = None
@@ -149,12 +148,17 @@ class Rank:
         self._channel.send({"ready": _told(self._runner, model)})
 
     def _on_probe(self, body: Any) -> None:
-        import mlx.core as mx
-
         from mlxinfer.distributed.probing import probe
 
-        group = mx.distributed.init(strict=True, backend=body["backend"])
-        self._channel.send({"ready": probe(group)})
+        self._join(body)
+        self._channel.send({"ready": probe(self._group)})
+
+    def _join(self, body: Any) -> None:
+        """The group, once in a process's life."""
+        import mlx.core as mx
+
+        if self._group is None and body["size"] > 1:
+            self._group = mx.distributed.init(strict=True, backend=body["backend"])
 
     def _on_admit(self, body: Any) -> None:
         spec, grammar = wire.spec_in(body)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlxinfer import upstream
+from mlxinfer.distributed.passing import stage
 from mlxinfer.distributed.rank_prefixes import RankPrefixes
 from mlxinfer.engine.blank import blank, num_layers, shallow
 from mlxinfer.engine.kv import SeqKV
@@ -144,7 +144,7 @@ class RankRunner(Runner):
     def _forward(self, batch: Any, tokens: mx.array) -> mx.array:
         if not self._staged or isinstance(batch, SplitBatch):
             return super()._forward(batch, tokens)
-        with upstream.stage() as passed:
+        with stage() as passed:
             logits = super()._forward(batch, tokens)
         self._note(passed)
         return logits
@@ -152,7 +152,7 @@ class RankRunner(Runner):
     def _forward_own(self, sequences: list[Held], tokens: mx.array) -> mx.array:
         if not self._staged:
             return super()._forward_own(sequences, tokens)
-        with upstream.stage() as passed:
+        with stage() as passed:
             logits = super()._forward_own(sequences, tokens)
         self._note(passed)
         return logits

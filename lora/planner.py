@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxinfer import runtime
-from mlxinfer.engine.blank import num_layers
+from mlxinfer.engine.blank import hidden_size, num_layers
 from mlxinfer.engine.blank import weights_bytes as weights_bytes_of
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.lora import objectives, probe
@@ -191,7 +191,7 @@ class _Run:
         least = (more.trained - few.trained) * 4 * (OPTIMIZER_COPIES[options.optimizer] + 2) / step
         if options.grad_checkpointing:
             # So does what goes into it: a trial's peaks are off by about as much.
-            least += more.tokens * _hidden_size(self.config) * (4 if runtime.on_cpu() else 2)
+            least += more.tokens * hidden_size(self.config) * (4 if runtime.on_cpu() else 2)
         peak = max(
             _extended(few.gradients, more.gradients, step, added, least),
             _extended(few.update, more.update, step, added, least),
@@ -238,11 +238,6 @@ class _Run:
         updates = min(planned, options.updates or planned)
         whole = seconds * more.epoch_tokens / more.tokens * updates / more.updates
         return (whole * TIME_RANGE[0], whole * TIME_RANGE[1]), updates
-
-
-def _hidden_size(config: Mapping[str, Any]) -> int:
-    text = config.get("text_config") or config
-    return int(text.get("hidden_size") or text.get("n_embd") or 0)
 
 
 def _extended(few: int, more: int, step: int, added: int, least: float) -> float:

@@ -60,37 +60,6 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
 
 
-@contextlib.contextmanager
-def stage() -> Iterator[list[mx.array]]:
-    """Inside, a pipeline's stages don't hand the last one's output to all: whoever samples has it, and nobody waits.
-
-    Gives a list that fills with what is received and sent, in order, not evaluated. mlx-lm's models ask
-    `mx.distributed` while their graph is built.
-    """
-    passed: list[mx.array] = []
-
-    def noted(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def call(*args: Any, **kwargs: Any) -> mx.array:
-            passed.append(array := function(*args, **kwargs))
-            return array
-
-        return call
-
-    own: Any = mx.distributed
-    held = {name: getattr(own, name) for name in ("recv", "recv_like", "send")}
-    replaced = {name: noted(function) for name, function in held.items()} | {"all_gather": _as_it_is}
-    held["all_gather"] = own.all_gather
-    try:
-        vars(own).update(replaced)
-        yield passed
-    finally:
-        vars(own).update(held)
-
-
-def _as_it_is(array: mx.array, **_: Any) -> mx.array:
-    return array
-
-
 def make_cache(model: nn.Module) -> list[Any]:
     """One mlx-lm cache per layer, empty: the model's own `make_cache`, else a KVCache for each layer."""
     return _cache.make_prompt_cache(model)

@@ -25,6 +25,18 @@ if TYPE_CHECKING:
     from mlxinfer.distributed.ranks import Place
 
 SECRET = "a secret of tests, long enough"
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 5,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "rope_theta": 10000.0,
+}
+"""A model that can be split by heads and by layers."""
 
 
 def parts_of(source: Path, target: Path, kind: Any, size: int, split: Sequence[int] = ()) -> list[Path]:

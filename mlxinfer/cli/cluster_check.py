@@ -65,19 +65,7 @@ def _show(checked: Checked, cluster: Cluster) -> None:
         if (said := checked.machines.get(node.name)) is not None
     ]
     click.echo(output.columns(("NODE", "AGENT", "CHIP", "SYSTEM", "MEMORY", "VERSIONS"), rows))
-    links = [
-        (
-            " - ".join(link.between),
-            link.kind,
-            f"{link.latency_us:.0f} us",
-            f"{link.bandwidth_gb_s:.3g} GB/s",
-            "measured" if link.measured else "not measured",
-        )
-        for link in checked.links
-    ]
-    if links:
-        click.echo()
-        click.echo(output.columns(("LINK", "KIND", "ONE WAY", "BANDWIDTH", ""), links))
+    clusters.show_links(checked.links)
     for finding in checked.findings:
         click.echo(f"\n{finding.level}: {finding.where}: {finding.what}\n  {finding.mend}")
     wrong = sum(finding.level == "wrong" for finding in checked.findings)

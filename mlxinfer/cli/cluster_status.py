@@ -37,13 +37,7 @@ def status(file: Path, as_json: bool) -> None:
         else:
             rows.append((name, f"{said['answered_s'] * 1000:.0f} ms", _ranks(said["ranks"])))
     click.echo(output.columns(("NODE", "ANSWERS", "RANKS"), rows))
-    links = [
-        (" - ".join(link.between), link.kind, f"{link.latency_us:.0f} us", f"{link.bandwidth_gb_s:.3g} GB/s")
-        for link in cluster.links
-    ]
-    if links:
-        click.echo()
-        click.echo(output.columns(("LINK", "KIND", "ONE WAY", "BANDWIDTH"), links))
+    clusters.show_links(cluster.links)
     for one in served:
         plan = one["plan"]
         click.echo(f"\n{one['model']} at {one['url']}: {plan['kind']} over {', '.join(plan['nodes'])}")

@@ -11,9 +11,10 @@ from mlxinfer.cli import output, progress
 from mlxinfer.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mlxinfer.config import Settings
+    from mlxinfer.distributed.cluster_file import Link
     from mlxinfer.distributed.planning import Plan, Planned
 
 FILE = Path("cluster.toml")
@@ -74,6 +75,23 @@ def show(planned: Planned, kinds: frozenset[str]) -> None:
             click.echo(f"over {link}")
     for refusal in planned.refusals:
         output.say(f"no {refusal.what}: {refusal.why}", dim=True)
+
+
+def show_links(links: Sequence[Link]) -> None:
+    """A table, after a blank line; nothing where there is none."""
+    rows = [
+        (
+            " - ".join(link.between),
+            link.kind,
+            f"{link.latency_us:.0f} us",
+            f"{link.bandwidth_gb_s:.3g} GB/s",
+            "measured" if link.measured else "not measured",
+        )
+        for link in links
+    ]
+    if rows:
+        click.echo()
+        click.echo(output.columns(("LINK", "KIND", "ONE WAY", "BANDWIDTH", ""), rows))
 
 
 def _figures(made: Plan) -> tuple[str, ...]:

@@ -26,6 +26,12 @@ def num_layers(config: Mapping[str, Any]) -> int:
     return found
 
 
+def hidden_size(config: Mapping[str, Any]) -> int:
+    """Of a config.json; 0 where it names none."""
+    text = config.get("text_config") or config
+    return int(text.get("hidden_size") or text.get("n_embd") or 0)
+
+
 def shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """The config of a model with the first `layers` layers."""
     if isinstance(text := config.get("text_config"), dict):

@@ -13,22 +13,11 @@ from mlxinfer.engine.engine import Request
 from mlxinfer.engine.rows import RowSpec
 from mlxinfer.engine.sampling import RowSampling
 from tests import tiny
-from tests.clusters import engine_here, engine_over, parts_of, replies
+from tests.clusters import MOE, engine_here, engine_over, parts_of, replies
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 5,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "rope_theta": 10000.0,
-}
 FOUR: dict[str, Any] = {"num_key_value_heads": 4}
 PROMPTS = [[5 + i, *range(20, 20 + 9 * i), 7] for i in range(8)]
 

@@ -23,7 +23,7 @@ from mlxinfer.engine.rows import RowSpec
 from mlxinfer.engine.sampling import RowSampling
 from mlxinfer.formats.files import read_json_object
 from tests import tiny
-from tests.clusters import SECRET, engine_over, parts_of
+from tests.clusters import MOE, SECRET, engine_over, parts_of
 from tests.relay import SlowRing
 
 SETTINGS: tuple[tuple[str, int, float, float], ...] = (
@@ -35,19 +35,11 @@ SETTINGS: tuple[tuple[str, int, float, float], ...] = (
     ("pipeline", 4, 15000, 20),
 )
 """Kind, ranks, one way delay in us, MB/s."""
-MODEL: dict[str, Any] = {
-    "model_type": "qwen3_moe",
+MODEL: dict[str, Any] = MOE | {
     "hidden_size": 256,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "rope_theta": 10000.0,
 }
 
 
