@@ -186,9 +186,15 @@ def test_what_cannot_be_compared_is_said(page: Any) -> None:
     said = page.locator("#compare-notice [role=alert]")
 
     def told() -> bool:
-        # The first answer may come while the second question is typed: then Enter is for nobody. The next clears it.
+        # The first answer may come while the second question is typed: then Enter is for nobody. Each one clears what
+        # is said, so it is given time.
         page.locator("#compare-prompt textarea").press("Enter")
-        return any("temperature is 200" in text for text in said.all_inner_texts())
+        ends = time.monotonic() + 5
+        while time.monotonic() < ends:
+            if any("temperature is 200" in text for text in said.all_inner_texts()):
+                return True
+            time.sleep(0.05)
+        return False
 
     until(told)
 
