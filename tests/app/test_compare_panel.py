@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -74,9 +75,18 @@ def compare(page: Any, prompt: str = PROMPT, **settings: object) -> None:
         if not page.locator("#compare-seed input").is_visible():
             accordion.click()
         for name, setting in settings.items():
-            page.locator(f"#compare-{name} input").fill(str(setting))
+            until(partial(filled, page, name, setting))
     page.locator("#compare-prompt textarea").fill(prompt)
     page.locator("#compare-prompt textarea").press("Enter")
+
+
+def filled(page: Any, name: str, setting: object) -> bool:
+    """Fill in a number. What is typed in the first milliseconds after the accordion opens, Gradio sets back."""
+    field = page.locator(f"#compare-{name} input")
+    if field.input_value() != str(setting):
+        field.fill(str(setting))
+    time.sleep(0.1)
+    return field.input_value() == str(setting)
 
 
 def choose(page: Any, side: str, name: str) -> None:
