@@ -38,6 +38,7 @@ class RankPrefixes:
         if self._due is None or due is None:
             raise ChannelError(f"{request_id} starts from a prefix that nobody has named")
         spans = [self._span(number) for number in due.spans]
+        spans[-1] = Span(spans[-1].layers, due.length - sum(span.length for span in spans[:-1]))
         wanted = {number for other in self._due.restore.values() for number in other.spans}
         wanted |= {op[1] for ops in self._due.checkpoint.values() for op in ops if op[0] == "cut"}
         for number in self._due.free.intersection(due.spans) - wanted:

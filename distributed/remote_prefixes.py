@@ -64,6 +64,10 @@ class RemotePrefixes:
         self._ops.append(("cut", span.number, at, parts[0].number, parts[1].number))
         return parts
 
+    def head(self, span: Kept, at: int) -> Kept:
+        # The ranks take as much of it as the row is to have.
+        return span if (span.length - at) * 4 <= at else self.cut(span, at)[0]
+
     def span_nbytes(self, span: Kept) -> int:
         return span.nbytes
 

@@ -213,19 +213,19 @@ def read_body(descriptor: int, head: Head) -> list[StoredArray]:
     """The arrays, as views of one buffer. Raises DamagedError or OSError."""
     body = np.empty(head.body_bytes, np.uint8)
     view = body.data
-    os.lseek(descriptor, head.body_start, os.SEEK_SET)
-    with open(descriptor, "rb", buffering=0, closefd=False) as file, ThreadPoolExecutor(_threads()) as pool:
-        leaves = []
-        for at in range(0, head.body_bytes, CHUNK):
-            piece = view[at : at + CHUNK]
-            done = 0
-            while done < len(piece):
-                count = file.readinto(piece[done:])
-                if not count:
-                    raise DamagedError("the file became shorter while it was read")
-                done += count
-            leaves.append(pool.submit(_leaf_digest, piece))
-        digests = b"".join(leaf.result() for leaf in leaves)
+
+    def leaf(at: int) -> bytes:
+        piece = view[at : at + CHUNK]
+        done = 0
+        while done < len(piece):
+            count = os.preadv(descriptor, [piece[done:]], head.body_start + at + done)
+            if not count:
+                raise DamagedError("the file became shorter while it was read")
+            done += count
+        return hashlib.sha256(piece).digest()
+
+    with ThreadPoolExecutor(_threads()) as pool:
+        digests = b"".join(pool.map(leaf, range(0, head.body_bytes, CHUNK)))
     if hashlib.sha256(digests).digest() != head.body_digest:
         raise DamagedError("the body's digest differs")
     arrays: list[StoredArray] = []
@@ -234,10 +234,6 @@ def read_body(descriptor: int, head: Head) -> list[StoredArray]:
         end = offset + kind.itemsize * _count(shape)
         arrays.append(StoredArray(name, dtype, body[offset:end].view(kind).reshape(shape)))
     return arrays
-
-
-def _leaf_digest(piece: memoryview) -> bytes:
-    return hashlib.sha256(piece).digest()
 
 
 def _threads() -> int:

@@ -28,9 +28,12 @@ class SpanOps(Protocol[Span, StateIn]):
     def cut(self, span: Span, at: int) -> tuple[Span, Span]:
         """The first `at` positions and the rest; `span` itself stays as it is.
 
-        When both parts stay, neither may keep the other's memory alive: the tree counts and evicts them apart. `take`
-        asks for a cut whose second part it drops.
+        Neither may keep the other's memory alive: the tree counts and evicts them apart.
         """
+        ...
+
+    def head(self, span: Span, at: int) -> Span:
+        """The first `at` positions, to lend; `span` itself stays as it is. It may be the same memory."""
         ...
 
     def span_nbytes(self, span: Span) -> int:
@@ -150,7 +153,7 @@ class PrefixTree(Generic[Span, State]):
         self.counters.tokens_hit += length
         hit = Hit([node.span for node in path], last.states.get(length), length)
         if last.end != length:
-            hit.spans[-1] = self.ops.cut(last.span, length - last.start)[0]
+            hit.spans[-1] = self.ops.head(last.span, length - last.start)
         elif move:
             before = self.nbytes
             while path and not path[-1].children:

@@ -63,7 +63,11 @@ class PrefixDisk:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             log.warning("%s does not hold what this model remembers: %s", entry.path.name, error)
             return
-        store.insert(key, entry.tokens, span.part, states)
+
+        def part(start: int, end: int) -> Span:
+            return span if (start, end) == (0, span.length) else span.part(start, end)
+
+        store.insert(key, entry.tokens, part, states)
         store.tree.mark_written(Evicted(key, entry.tokens, [], states, dirty=False))
 
     def offer(

@@ -56,11 +56,14 @@ class _Ops:
 
     def __init__(self) -> None:
         self.made: list[Span] = []
-        """Copies that aren't evaluated: of a cut for `take` only one half is ever used."""
+        """Copies that aren't evaluated."""
 
     def cut(self, span: Span, at: int) -> tuple[Span, Span]:
         self.made += (halves := (span.part(0, at), span.part(at, span.length)))
         return halves
+
+    def head(self, span: Span, at: int) -> Span:
+        return Span(span.layers, at) if mostly(span, at) else span.part(0, at)
 
     def span_nbytes(self, span: Span) -> int:
         return span.nbytes
@@ -102,7 +105,6 @@ class PrefixStore:
         length = self.tree.lookup(key, tokens, limit)
         if length:
             self._claimed[request_id] = self.tree.take(key, tokens, length, move=move and not self.needs_state)
-            self._ops.made.clear()
         return length
 
     def restore(self, sequence: Sequence, request_id: str) -> None:
@@ -175,8 +177,13 @@ class PrefixStore:
 def left_span(sequence: Sequence, start: int, end: int) -> Span:
     """Of a sequence that ends: as it is, without a copy, unless most of it is something else or room to grow."""
     whole = Span([leaf.shared() for leaf in sequence.plain()], end)
-    spare = max((b.shape[2] for buffers in whole.layers for b in buffers), default=end) - end
-    return whole if start == 0 and spare * 4 <= end else whole.part(start, end)
+    return whole if start == 0 and mostly(whole, end) else whole.part(start, end)
+
+
+def mostly(span: Span, length: int) -> bool:
+    """Whether buffers of `span` hold little beside the first `length` positions: who goes on copies them whole."""
+    spare = max((b.shape[2] for buffers in span.layers for b in buffers), default=length) - length
+    return spare * 4 <= length
 
 
 def running_span(sequence: Sequence) -> Callable[[int, int], Span]:

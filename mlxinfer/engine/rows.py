@@ -123,6 +123,11 @@ class Launched:
     logprobs: tuple[list[int], Logprobs] | None = None
     _chosen: list[int] | None = None
 
+    @property
+    def guided(self) -> bool:
+        """Whether grammars have to follow its tokens, which takes a while."""
+        return self.choice is not None and bool(self.choice.constraints)
+
     def choose(self) -> None:
         """Build the sampling, once what it depends on is known."""
         if self.choice is None or self.tokens is not None:

@@ -28,6 +28,10 @@ class TokenOps:
         self.cuts += 1
         return span[:at], span[at:]
 
+    def head(self, span: Tokens, at: int) -> Tokens:
+        assert 0 < at < len(span)
+        return span[:at]
+
     def span_nbytes(self, span: Tokens) -> int:
         return 10 * len(span)
 

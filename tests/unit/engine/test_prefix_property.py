@@ -26,6 +26,9 @@ class PaddedOps:
         assert 0 < at < len(span.tokens)
         return Padded(span.tokens[:at]), Padded(span.tokens[at:])
 
+    def head(self, span: Padded, at: int) -> Padded:
+        return self.cut(span, at)[0]
+
     def span_nbytes(self, span: Padded) -> int:
         return -(-len(span.tokens) // 8) * 8
 
