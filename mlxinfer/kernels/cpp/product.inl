@@ -72,11 +72,12 @@ static void run_tiles(const ProductArgs& a, const Part& p) {
   t.last = p.k + p.depth == a.depth;
   for (int64_t i = 0; i < tiles; i++) {
     const int64_t begin = i * p.rows / tiles, end = (i + 1) * p.rows / tiles;
+    t.part = i;
+    t.parts = tiles;
     for (int64_t m = begin; m < end; m++) t.x[m - begin] = a.x + row_at(a.x_rows, p.row + m) * a.depth + p.k;
     for (int64_t n = 0; n < p.columns; n += NR) {
       t.w = p.w + n * p.stride;
       t.columns = IN_MATRIX && p.columns - n < NR ? p.columns - n : NR;
-      t.ahead = 2 * i % NR;  // each tile asks for two of the NR columns to come, so that two tiles ask for all
       t.partial = p.partial + (begin * wide + n * (end - begin)) * W;
       run_tile<IN_MATRIX>(static_cast<int>(end - begin), t);
       if (!t.last) continue;

@@ -6,7 +6,6 @@ namespace ISA {
 using kernels::BLOCK;
 using kernels::ProductArgs;
 
-constexpr int LINE = 64;  // bytes in a line of the cache
 constexpr int64_t AHEAD = 4096;  // bytes to ask for before they are needed, at least
 
 static inline int64_t row_at(const int64_t* rows, int64_t i) { return rows ? rows[i] : i; }

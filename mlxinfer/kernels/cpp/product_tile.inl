@@ -3,6 +3,7 @@
 namespace ISA {
 
 constexpr int NR = 4;  // columns side by side
+constexpr int LINE = 64;  // bytes in a line of the cache
 // Rows side by side: as many as leave their accumulators, the columns' weights and one x in registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int MR = 6;
@@ -42,7 +43,7 @@ struct TileArgs {
   int64_t stride;
   int64_t depth;
   int64_t columns;  // of NR, those there are
-  int64_t ahead;    // of the next NR columns, the first of two to ask for meanwhile
+  int64_t part, parts;  // of the tiles over these columns: each asks for its part of the next NR columns meanwhile
   float* partial;  // NR accumulators a row between stretches
   float* out;      // NR sums a row, after the last
   bool first, last;
@@ -95,7 +96,8 @@ INLINE void add_products(const float* const* x, int64_t k, const vf* w, vf (*acc
 // Into the second cache, which many lines can be on their way to. `p` may lie outside the weights: then nothing happens.
 INLINE void ask_for(uintptr_t p) { __builtin_prefetch(reinterpret_cast<const void*>(p), 0, 2); }
 
-// IN_MATRIX: columns that there aren't are the first once more, and some of the next are asked for.
+// IN_MATRIX: columns that there aren't are the first once more, and a part of the next is asked for, a line for each
+// vector of the depth: all at once, they would be waited for.
 template <int M, bool IN_MATRIX>
 static void tile(const TileArgs& a) {
   vf acc[M][NR];
@@ -104,22 +106,33 @@ static void tile(const TileArgs& a) {
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++) x[m] = a.x[m];
   const float *w0 = a.w, *w1 = w0 + a.stride, *w2 = w1 + a.stride, *w3 = w2 + a.stride;
-  uintptr_t next = 0, after = 0;
   if constexpr (IN_MATRIX) {
     if (a.columns < 2) w1 = w0;
     if (a.columns < 3) w2 = w0;
     if (a.columns < 4) w3 = w0;
-    next = reinterpret_cast<uintptr_t>(w0) + (NR + a.ahead) * a.stride * sizeof(float);
-    after = next + a.stride * sizeof(float);
   }
-  for (int64_t k = 0; k < a.depth; k += W) {
+  int64_t k = 0;
+  auto add = [&]() {
     const vf w[NR] = {load(w0 + k), load(w1 + k), load(w2 + k), load(w3 + k)};
-    if constexpr (IN_MATRIX) {
-      ask_for(next + k * sizeof(float));
-      ask_for(after + k * sizeof(float));
-    }
     add_products<M>(x, k, w, acc);
+  };
+  auto ask_and_add = [&](uintptr_t column, uintptr_t other, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end && k < a.depth; at += LINE, k += W) {
+      ask_for(column + at);
+      if (other) ask_for(other + at);
+      add();
+    }
+  };
+  if constexpr (IN_MATRIX) {
+    const int64_t bytes = a.depth * static_cast<int64_t>(sizeof(float));
+    const int64_t begin = a.part * bytes / a.parts / LINE * LINE, end = (a.part + 1) * bytes / a.parts;
+    const uintptr_t stride = a.stride * sizeof(float), next = reinterpret_cast<uintptr_t>(w0) + NR * stride;
+    if (a.parts < NR)
+      for (int n = 0; n < NR; n += 2) ask_and_add(next + n * stride, next + (n + 1) * stride, begin, end);
+    else
+      for (int n = 0; n < NR; n++) ask_and_add(next + n * stride, 0, begin, end);
   }
+  for (; k < a.depth; k += W) add();
   close_tile<M>(a, acc);
 }
 
