@@ -256,6 +256,11 @@ class RemoteLaunched:
         """None where it gives no token."""
         return True if self.step.decode else None
 
+    @property
+    def guided(self) -> bool:
+        """Grammars are followed on the ranks."""
+        return False
+
     def follow(self) -> None: ...
 
     def submit(self) -> None: ...
