@@ -167,6 +167,12 @@ class Rank:
             compiled = self._grammars.compile(grammar)
         self._held.admit(spec, compiled)
 
+    def _on_adapter(self, body: Any) -> None:
+        """Requests may be for this one from now on."""
+        from mlxinfer.engine.adapter_files import read_adapter
+
+        self._held.adapters.add(read_adapter(str(body["name"]), Path(body["folder"])))
+
     def _on_prefix(self, body: Any) -> None:
         """What the next step has to do with the prefix cache."""
         self._held.held_prefixes.take(wire.prefixes_in(body))
@@ -216,7 +222,7 @@ class Rank:
             self._channel.send({"out": wire.outputs_out(out), "number": launched.step.number})
 
 
-MESSAGES = {"still", "next", "load", "probe", "admit", "prefix", "step", "read", "forget", "digest", "stop"}
+MESSAGES = {"still", "next", "load", "probe", "adapter", "admit", "prefix", "step", "read", "forget", "digest", "stop"}
 
 
 def _told(runner: RankRunner, model: Any) -> dict[str, Any]:

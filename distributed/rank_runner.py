@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlxinfer.distributed.passing import stage
+from mlxinfer.distributed.rank_adapters import RankAdapters
 from mlxinfer.distributed.rank_prefixes import RankPrefixes
 from mlxinfer.engine.blank import blank, num_layers, shallow
 from mlxinfer.engine.kv import SeqKV
@@ -64,6 +65,7 @@ class RankRunner(Runner):
         else:
             self.exact = _exact(self)
         self.held_prefixes = RankPrefixes()
+        self.adapters = RankAdapters(model)
 
     def _take_over(self, config: Mapping[str, Any], own: int) -> None:
         """How the model can be driven, from a few whole layers of it with made-up weights. `own`: layers of this stage.

@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import mlx.nn as nn
-
 from mlxinfer.distributed import wire
 from mlxinfer.distributed.ranks import RanksLostError
+from mlxinfer.distributed.remote_adapters import RemoteAdapters
 from mlxinfer.distributed.remote_prefixes import RemotePrefixes
 from mlxinfer.distributed.wire import PrefixOps
-from mlxinfer.engine.adapters import Adapters
 from mlxinfer.engine.events import RowsLostError
 from mlxinfer.engine.memory import KVCost
-from mlxinfer.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from mlxinfer.distributed.ranks import RankSet
     from mlxinfer.engine.adapter_files import AdapterFiles
@@ -51,13 +48,18 @@ class _Known:
 class RemoteRunner:
     """What Engine asks of a Runner. `start` makes ranks; it is called again, with why, when they are lost."""
 
-    def __init__(self, start: Callable[[str], RankSet]) -> None:
-        """Raises what `start` raises."""
+    def __init__(
+        self,
+        start: Callable[[str], RankSet],
+        config: Mapping[str, Any] | None = None,
+        bring: Callable[[AdapterFiles], Sequence[str]] | None = None,
+    ) -> None:
+        """`config` and `bring` are for adapters, as RemoteAdapters has them. Raises what `start` raises."""
         self._start = start
         self._ranks = start("")
         self._known: dict[str, _Known] = {}
         self.prefixes: RemotePrefixes | None = None
-        self.adapters = NoAdapters()
+        self.adapters = RemoteAdapters(config or {}, bring, self._tell_adapter)
         self.sent = -1
         """The last step's number that the ranks were told."""
         self._in_vain = 0
@@ -141,6 +143,7 @@ class RemoteRunner:
             # What the others held is gone.
             room = self._ranks.spare_bytes if self.restores else 0
             self.prefixes.begin(self._dearest, exact=self._exact, room=room)
+        self.adapters.again()
         for request_id, known in self._known.items():
             known.length = None
             self._told(request_id)
@@ -237,6 +240,13 @@ class RemoteRunner:
         except RanksLostError as error:
             raise RowsLostError(str(error)) from error
 
+    def _tell_adapter(self, name: str, folders: Sequence[str]) -> None:
+        try:
+            for rank, folder in enumerate(folders):
+                self._ranks.send(rank, {"adapter": {"name": name, "folder": folder}})
+        except RanksLostError as error:
+            raise RowsLostError(str(error)) from error
+
     def _send(self, message: Any) -> None:
         try:
             self._ranks.send_all(message)
@@ -274,13 +284,3 @@ class RemoteLaunched:
 def _cost_in(told: dict[str, Any]) -> KVCost:
     per_token, windowed, fixed, step = told["kv"]
     return KVCost(per_token, tuple((int(most), int(size)) for most, size in windowed), fixed, step)
-
-
-class NoAdapters(Adapters):
-    """Ranks have none yet."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Module())
-
-    def add(self, files: AdapterFiles) -> None:
-        raise UnsupportedModelError(f"the adapter {files.name}: a model over several machines takes no adapters yet")

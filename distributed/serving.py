@@ -8,7 +8,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any, Literal
 
-from mlxinfer.distributed import shards
+from mlxinfer.distributed import adapter_parts, shards
 from mlxinfer.distributed.cluster_file import Cluster
 from mlxinfer.distributed.facts import facts_of
 from mlxinfer.distributed.planning import WORKSPACE_BYTES, Objective, Plan, plan
@@ -20,7 +20,7 @@ from mlxinfer.engine.engine import Engine
 from mlxinfer.engine.governor import governor
 from mlxinfer.engine.loading import context_length, describe_quantization, prepare
 from mlxinfer.engine.worker import mlx_thread
-from mlxinfer.errors import WontFitError
+from mlxinfer.errors import UnsupportedModelError, WontFitError
 from mlxinfer.llm import LLM
 from mlxinfer.types import ModelInfo
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mlxinfer.config import Settings
     from mlxinfer.distributed.cluster_file import Link
     from mlxinfer.distributed.ranks import Place
+    from mlxinfer.engine.adapter_files import AdapterFiles
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class Spread:
         """Links that carried nothing any more."""
         self._vain: set[tuple[str, tuple[str, ...]]] = set()
         """Kinds and nodes of plans whose ranks didn't start."""
+        self._barred: set[str] = set()
+        """Kinds of plans that an adapter doesn't go with."""
         self.plan: Plan | None = None
         """What runs now."""
         from mlxinfer.formats.files import read_json_object
@@ -87,7 +90,7 @@ class Spread:
             self._leave_out_cut()
             here = self._reachable(again=bool(why))
             found = plan(here, self.config, name=self.source.name, **self._how)
-            runs = [made for made in found.plans if made.kind in RUN]
+            runs = [made for made in found.plans if made.kind in RUN and made.kind not in self._barred]
             runs = [made for made in runs if (made.kind, made.nodes) not in self._vain] or runs
             chosen = next((made for made in runs if made.kind in self._kinds), None)
             if chosen is None and (not why or not runs):
@@ -105,6 +108,27 @@ class Spread:
             self.plan, self._ranks = chosen, ranks
             self._planned(chosen, why)
             return ranks
+
+    def bring_adapter(self, files: AdapterFiles) -> list[str]:
+        """Cut an adapter for the ranks that run; the folder of each part where its rank is.
+
+        Raises UnsupportedModelError for one that can't be cut for the plan, EngineError where it can't be brought.
+        """
+        chosen = self.plan
+        assert chosen is not None, "an adapter comes after the ranks"
+        folders: list[str] = []
+        for rank, name in enumerate(chosen.nodes):
+            part = _part(chosen, rank)
+            folder = adapter_parts.cut_adapter(self.config, files, part, self.parts)
+            there = self._places.get(name)
+            folders.append(
+                str(folder) if there is None else there.bring(f"{_plain(self.source.name)}/{folder.name}", folder)
+            )
+        try:
+            adapter_parts.refuse_uncut(self.config, files, shards.Part("tensor", 0, 2))
+        except UnsupportedModelError:
+            self._barred.add("tensor")
+        return folders
 
     def close(self) -> None:
         """Let the agents go; ranks that they run end."""
@@ -143,8 +167,7 @@ class Spread:
             self._say(f"Without the link between {one} and {other} ({links[0].kind}) until the next start")
 
     def _seat(self, chosen: Plan, here: Cluster, rank: int) -> Seat:
-        kind = "pipeline" if chosen.kind == "pipeline" else "tensor"
-        part = shards.Part(kind, rank, chosen.size, chosen.split if kind == "pipeline" else ())
+        part = _part(chosen, rank)
         folder = shards.cut(self.source, part, self.parts)
         name = chosen.nodes[rank]
         there = self._places.get(name)
@@ -169,6 +192,11 @@ class Spread:
         return here.end(chosen.nodes[rank], chosen.nodes[rank - 1], wifi=self._how["wifi"])
 
 
+def _part(chosen: Plan, rank: int) -> shards.Part:
+    kind = "pipeline" if chosen.kind == "pipeline" else "tensor"
+    return shards.Part(kind, rank, chosen.size, chosen.split if kind == "pipeline" else ())
+
+
 def _spare(chosen: Plan, cluster: Cluster) -> int:
     """Bytes that the plan leaves on the node where it leaves the fewest."""
     memory = {node.name: int(node.memory_gb * 1e9) for node in cluster.nodes}
@@ -185,7 +213,7 @@ def load_over(spread: Spread, name: str, settings: Settings) -> LLM:
     """The model as an LLM, its engine here and its ranks where the plan has them. Raises what loading raises."""
     prepared = prepare("folder", spread.source, dtype=settings.dtype)
     facts = facts_of(spread.config, name)
-    runner = RemoteRunner(spread.start)
+    runner = RemoteRunner(spread.start, spread.config, spread.bring_adapter)
     thread = mlx_thread()
 
     def make() -> Engine:

@@ -303,6 +303,24 @@ def lora_layers(
     return found
 
 
+def lora_layer(module: nn.Module, *, rank: int, scale: float, dora: bool) -> nn.Module:
+    """mlx-lm's layer around this one, by what it is; also around the forms that mlx shares out over ranks, whose
+    `lora_a` and `lora_b` are still to be given their shapes. Raises ModelFileError for what can't be adapted."""
+    with _file_limit_kept():
+        from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+        from mlx_lm.tuner import dora as doras
+        from mlx_lm.tuner import lora as loras
+    made: Any = module
+    with _file_errors("the adapter doesn't go with this model"):
+        if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
+            kind: Any = loras.LoRASwitchLinear
+        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+            kind = doras.DoRAEmbedding if dora else loras.LoRAEmbedding
+        else:
+            kind = doras.DoRALinear if dora else loras.LoRALinear
+        return kind.from_base(made, r=rank, scale=scale, dropout=0.0)
+
+
 def child_slots(module: nn.Module) -> Iterator[tuple[str, Any, Any, nn.Module]]:
     """Where each module below this one hangs: (path, the module, list or dict that holds it, its key there, it)."""
 

@@ -59,9 +59,9 @@ class Lent:
         self._ranks: RankSet | None = None
 
     @contextlib.contextmanager
-    def engine(self, folders: Sequence[Path], **options: Any) -> Iterator[Engine]:
-        """An engine whose model is on these ranks."""
-        with _engine(_Keeping(lambda _: self._load(folders)), options) as engine:
+    def engine(self, folders: Sequence[Path], adapters: Sequence[Any] = (), **options: Any) -> Iterator[Engine]:
+        """An engine whose model is on these ranks. `adapters`: what a RemoteRunner wants to know for them."""
+        with _engine(_Keeping(lambda _: self._load(folders), *adapters), options) as engine:
             yield engine
 
     def close(self) -> None:
@@ -130,13 +130,15 @@ def answers(
     tokens: int = 16,
     during: Any = None,
     boundaries: tuple[int, ...] = (),
+    adapters: Sequence[str] = (),
     **sampling: Any,
 ) -> list[tuple[list[int], int]]:
-    """As `replies`, each with how many tokens of its prompt were cached."""
+    """As `replies`, each with how many tokens of its prompt were cached. `adapters`: one for each prompt, or none."""
     events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
     chosen: dict[str, Any] = {"temperature": 0.0} | sampling
     for i, prompt in enumerate(prompts):
-        spec = RowSpec(f"r{i}-{time.monotonic_ns()}", tuple(prompt), RowSampling(**chosen), i)
+        adapter = adapters[i] if adapters else ""
+        spec = RowSpec(f"r{i}-{time.monotonic_ns()}", tuple(prompt), RowSampling(**chosen), i, adapter, adapter=adapter)
         asked = Request(spec, tokens, frozenset(), boundaries=boundaries)
         engine.submit(asked, lambda event, i=i: events.put((i, event)))
     got: list[list[int]] = [[] for _ in prompts]

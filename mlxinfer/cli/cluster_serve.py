@@ -18,6 +18,13 @@ from mlxinfer.cli import serve as single
 @click.option("--host", metavar="ADDRESS", help="Where to listen [127.0.0.1]; others need MLXINFER_API_KEY set.")
 @click.option("--port", type=int, metavar="N", help="Port [8080]; 0 takes a free one.")
 @click.option("--access-log", metavar="WHERE", help="A line for each request: stderr, off or a file [stderr].")
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="Offer MODEL:NAME, the model with an adapter. May be repeated.",
+)
 @click.option("--parts", type=click.Path(path_type=Path), help="Where parts of models are kept [in the cache].")
 @click.option(
     "--backend",
@@ -33,6 +40,7 @@ def serve(
     objective: Any,
     kinds: tuple[str, ...],
     wifi: bool,
+    adapters: tuple[str, ...],
     parts: Path | None,
     backend: Any,
     as_json: bool,
@@ -48,12 +56,13 @@ def serve(
     from mlxinfer.distributed.status import StatusFile
     from mlxinfer.pool import ModelPool
 
-    settings = options.settings_of(ctx=ctx, **flags)
+    settings = options.settings_of(ctx=ctx, adapters=adapters or None, **flags)
     cluster = cluster_file.read(file)
     access = single.access(settings, 1)
     single.check_address(settings, access)
     folder = clusters.folder_of(model, settings)
     name = single.served_name(model)
+    offered = single.name_adapters(settings.adapters, (name,))
     where = parts or settings.cache_dir / "parts" / "cut" / name
     status = StatusFile(settings.cache_dir, name)
     spread = Spread(
@@ -72,7 +81,10 @@ def serve(
     try:
         llm = load_over(spread, name, settings)
         try:
-            single.run_pool(ModelPool.of({name: llm}), settings, access, as_json=as_json)
+            pool = ModelPool.of({name: llm})
+            for adapter, adapter_folder in offered.get(name, {}).items():
+                pool.offer(name, adapter, adapter_folder)
+            single.run_pool(pool, settings, access, as_json=as_json)
         finally:
             llm.unload()
     finally:

@@ -31,7 +31,7 @@ MAX_NAMED = 1000
 
 
 @dataclass(slots=True)
-class _Place:
+class Place:
     """Where a module hangs in the model."""
 
     container: Any
@@ -44,7 +44,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Loaded:
-    places: list[_Place]
+    places: list[Place]
     nbytes: int
 
 
@@ -160,7 +160,7 @@ class Adapters:
             if name != self.active:
                 del self._loaded[name]
 
-    def _checked(self, files: AdapterFiles, tensors: Mapping[str, Any]) -> dict[str, _Place]:
+    def _checked(self, files: AdapterFiles, tensors: Mapping[str, Any]) -> dict[str, Place]:
         """Layers for the adapter, by path, with weights still to be filled in. The model must be as it is."""
         layers = upstream.lora_layers(
             self._model,
@@ -177,12 +177,12 @@ class Adapters:
             more = f"\n  … and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
             raise ModelFileError(f"{files.weights} doesn't fit this model; was it made for another?\n  {named}{more}")
         return {
-            path: _Place(container, key, own, layers[path])
+            path: Place(container, key, own, layers[path])
             for path, container, key, own in upstream.child_slots(self._model)
             if path in layers
         }
 
-    def _try(self, files: AdapterFiles, places: Iterable[_Place]) -> None:
+    def _try(self, files: AdapterFiles, places: Iterable[Place]) -> None:
         """Build a forward, without computing it: some models look into a layer in place of calling it."""
         try:
             for place in places:
@@ -196,7 +196,7 @@ class Adapters:
             for place in places:
                 place.container[place.key] = place.own
 
-    def _filled(self, files: AdapterFiles) -> list[_Place]:
+    def _filled(self, files: AdapterFiles) -> list[Place]:
         """The adapter's layers with its weights, read and computed."""
         tensors = check_safetensors(files.weights)
         says = json.dumps([files.num_layers, files.rank, files.scale, files.keys, files.dora])

@@ -1,0 +1,121 @@
+"""An adapter cut for the ranks of a plan: to each the layers that it holds, and of those its rows and columns.
+
+A part is an adapter's folder like any other, so a rank reads and checks it as one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxinfer import upstream
+from mlxinfer.distributed.facts import PretendGroup
+from mlxinfer.distributed.ways import split_model
+from mlxinfer.engine.adapter_files import CONFIG, WEIGHTS, digest_of
+from mlxinfer.engine.blank import blank
+from mlxinfer.errors import ConversionError, ModelFileError, UnsupportedModelError
+from mlxinfer.formats.files import json_bytes, replace_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from mlxinfer.distributed.shards import Part
+    from mlxinfer.engine.adapter_files import AdapterFiles
+
+
+def cut_adapter(config: Mapping[str, Any], files: AdapterFiles, part: Part, target: Path) -> Path:
+    """Write what the rank of `part` needs of an adapter below `target`, and return the folder. `config` is the model's.
+
+    The adapter must be one that goes with the whole model. Raises UnsupportedModelError where it can't be cut like
+    that, ModelFileError where its file has changed, ConversionError where the disk says no.
+    """
+    folder = target / f"adapter-{files.digest[:16]}-{part.name}"
+    if (folder / CONFIG).is_file():
+        return folder
+    refuse_uncut(config, files, part)
+    says = json.dumps([files.num_layers, files.rank, files.scale, files.keys, files.dora])
+    if digest_of(files.weights, says) != files.digest:
+        raise ModelFileError(f"{files.weights} has changed since it was registered; load the model again")
+    arrays: Any = mx.load(str(files.weights))
+    held = {name: _of_rank(name, array, places) for name, array, places in _wanted(config, arrays, part)}
+    work = target / f".{folder.name}.new"
+    parameters = {"rank": files.rank, "scale": files.scale, "keys": None}
+    about = {"fine_tune_type": "dora" if files.dora else "lora", "num_layers": -1, "lora_parameters": parameters}
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        mx.save_safetensors(str(work / WEIGHTS), held, metadata={"format": "mlx"})
+        replace_file(work / CONFIG, json_bytes(about))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(work, folder)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise ConversionError(f"{folder} cannot be written: {error}") from error
+    return folder
+
+
+def refuse_uncut(config: Mapping[str, Any], files: AdapterFiles, part: Part) -> None:
+    """Raise UnsupportedModelError for an adapter that can't be shared by heads."""
+    if part.kind != "tensor" or part.size == 1:
+        return
+    if files.dora:
+        raise UnsupportedModelError(
+            f"the adapter {files.name} is a DoRA one: the length of a row of weights can't be told from a part of it. "
+            "A split by layers (--kind pipeline) takes it"
+        )
+    model = blank(config, keep_packed=False)
+    layers = upstream.lora_layers(
+        model, num_layers=files.num_layers, rank=files.rank, scale=files.scale,
+        keys=None if files.keys is None else list(files.keys), dora=False,
+    )  # fmt: skip
+    others = {type(layer).__name__ for layer in layers.values()} - {"LoRALinear", "LoRASwitchLinear", "LoRAEmbedding"}
+    if others:
+        named = ", ".join(sorted(others))
+        raise UnsupportedModelError(f"the adapter {files.name} has layers that can't be shared by heads: {named}")
+
+
+def _wanted(config: Mapping[str, Any], arrays: Mapping[str, mx.array], part: Part) -> Any:
+    """(name, array, where its numbers are on this rank) of each tensor whose layer this rank holds."""
+    paths = {name.rpartition(".")[0] for name in arrays}
+    model = blank(config, keep_packed=False)
+    sizes: dict[str, tuple[int, int]] = {}
+    for path, _, _, module in upstream.child_slots(model):
+        if path in paths:
+            weight: Any = module["weight"]
+            rows, columns = sizes[path] = weight.shape[-2:]
+            # Each weight says where it comes from; of a stack of experts one is enough.
+            numbers = mx.arange(rows, dtype=mx.uint32)[:, None] * columns + mx.arange(columns, dtype=mx.uint32)
+            module["weight"] = numbers if weight.ndim == 2 else numbers[None]
+    split_model(model, part.kind, part.split, PretendGroup(part.rank, part.size))
+    mx.eval(mx.random.state)
+    slots = {path: module for path, _, _, module in upstream.child_slots(model)}
+    for name in sorted(arrays):
+        path = name.rpartition(".")[0]
+        if path in slots:
+            yield name, arrays[name], _Places(slots[path], *sizes[path])
+
+
+class _Places:
+    """Which rows and columns of a layer's weights a rank has; None: all."""
+
+    def __init__(self, module: nn.Module, rows: int, columns: int) -> None:
+        weight: Any = module["weight"]
+        numbers = weight.reshape(-1, *weight.shape[-2:])[0]
+        self.rows = numbers[:, 0] // columns if weight.shape[-2] != rows else None
+        self.columns = numbers[0] % columns if weight.shape[-1] != columns else None
+
+
+def _of_rank(name: str, array: mx.array, places: _Places) -> mx.array:
+    """lora_a [in, r] takes what comes in, lora_b [r, out] gives what goes out; of experts [E, r, in], [E, out, r]."""
+    first, stacked = name.endswith(".lora_a"), array.ndim == 3
+    wanted = places.columns if first else places.rows
+    if wanted is None:
+        return array
+    axis = (-1 if first else -2) if stacked else (0 if first else -1)
+    return mx.take(array, wanted, axis=axis)
