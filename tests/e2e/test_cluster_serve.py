@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tests import tiny
+from tests.adapters import write_adapter
 from tests.serving import served
 
 if TYPE_CHECKING:
@@ -64,10 +65,11 @@ def ready(url: str, server: subprocess.Popen[bytes], home: Path) -> None:
     raise AssertionError((home / "serve.log").read_text()[-3000:])
 
 
-def text_of(url: str, at_token: Any = None) -> str:
+def text_of(url: str, at_token: Any = None, model: str = "m") -> str:
     """The reply, streamed; `at_token` is called once, after some of it has come."""
     text, seen = "", 0
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**ASKED, "stream": True}, timeout=120) as reply:
+    asked = {**ASKED, "model": model, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=asked, timeout=120) as reply:
         assert reply.status_code == 200, reply.read()
         for line in reply.iter_lines():
             if not line.startswith("data: {"):
@@ -99,12 +101,14 @@ def test_a_machine_that_is_lost_in_mid_stream_costs_no_character(tmp_path: Path)
     source = tiny.write_folder(tmp_path / "m")
     alone = tmp_path / "alone"
     alone.mkdir()
-    with served([f"m={source}"], alone) as url:
-        wanted = text_of(url)
+    adapter = ("--adapter", f"mine={write_adapter(tmp_path / 'mine', source, seed=1)}")
+    with served([f"m={source}", *adapter], alone) as url:
+        wanted, adapted = text_of(url), text_of(url, model="m:mine")
+    assert wanted != adapted
     file, _ = cluster(tmp_path)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    arguments = ["--cluster", str(file), "--port", str(port), "--kind", "tensor", "--access-log", "off"]
+    arguments = ["--cluster", str(file), "--port", str(port), "--kind", "tensor", "--access-log", "off", *adapter]
     with process(tmp_path, "cluster", "agent", "--cluster", str(file), "--node", "two") as agent:
         log = tmp_path / "agent.log"
         until = time.monotonic() + 60
@@ -124,11 +128,11 @@ def test_a_machine_that_is_lost_in_mid_stream_costs_no_character(tmp_path: Path)
                 agent.wait()
 
             with_loss: list[str] = []
-            other = threading.Thread(target=lambda: with_loss.append(text_of(url)))
+            other = threading.Thread(target=lambda: with_loss.append(text_of(url, model="m:mine")))
             other.start()
             assert text_of(url, lose) == wanted
             other.join(120)
-            assert with_loss == [wanted]
+            assert with_loss == [adapted]
             assert "Plan: one" in (tmp_path / "serve.log").read_text()
             server.send_signal(signal.SIGTERM)
             assert server.wait(60) == 0
