@@ -186,8 +186,10 @@ class Rank:
         before, self._before = self._before, launched
         if before is not None:
             before.follow()
+            if not before.guided:
+                self._tell(before)
         launched.submit()
-        if before is not None:
+        if before is not None and before.guided:
             self._tell(before)
         launched.choose()
         launched.submit()

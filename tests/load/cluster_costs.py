@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 STREAMS, LONG = 4, 1000
+WAYS: tuple[tuple[str, tuple[int, ...]], ...] = (("tensor", ()), ("pipeline", (12, 12)))
 WORK: dict[str, Any] = MOE | {
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 12,
-    "mlp_only_layers": list(range(12)),
+    "num_hidden_layers": 24,
+    "mlp_only_layers": list(range(24)),
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
@@ -57,7 +58,9 @@ def sizes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 def parts(model: Path, ranks: int, folder: Path) -> dict[str, Any]:
     """Bytes of each rank's part, over what it has to have: its share of what is shared out, and all of the rest."""
     cut = mlx_thread().call(lambda: parts_of(model, folder / "cut", "tensor", ranks))
-    whole = mlx_thread().call(lambda: {n: a.nbytes for f in model.glob("*.safetensors") for n, a in mx.load(str(f)).items()})  # pyright: ignore[reportAttributeAccessIssue]
+    whole = mlx_thread().call(
+        lambda: {n: a.nbytes for f in model.glob("*.safetensors") for n, a in mx.load(str(f)).items()}
+    )  # pyright: ignore[reportAttributeAccessIssue]
     shapes, own = (mlx_thread().call(lambda f=f: sizes(f.glob("*.safetensors"))) for f in (model, cut[-1]))
     shared = sum(size for name, size in whole.items() if own[name] != shapes[name])
     replicated = sum(whole.values()) - shared
@@ -133,15 +136,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--kind", choices=[kind for kind, _ in WAYS], help="Only this way of splitting, for the gaps.")
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
     # The ranks of one machine share its cores.
     os.environ.setdefault("MLXINFER_THREADS", "1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        #print(json.dumps(parts(asked.model, asked.ranks, folder)), flush=True)
+        print(json.dumps(parts(asked.model, asked.ranks, folder)), flush=True)
         source = tiny.write_folder(folder / "m", **WORK)
-        for kind, split in (("tensor", ()), ("pipeline", (6, 6))):
+        for kind, split in WAYS if asked.kind is None else [way for way in WAYS if way[0] == asked.kind]:
             with engine_over(parts_of_here(source, folder, kind, split), max_num_seqs=16, prefill_chunk=512) as engine:
                 found = [gaps(engine, seed) for seed in range(asked.rounds)]
                 report: dict[str, Any] = {
