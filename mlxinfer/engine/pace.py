@@ -14,7 +14,7 @@ SCALES = (1.0, 64.0, 8.0, 65536.0)
 """Typical sizes of the four features, so that one sweep of the solver treats them alike."""
 SWEEPS = 12
 TOKENS_A_FORWARD = 16.0
-"""A forward costs about as much as so many prompt tokens, and a row as one, until something else was seen: a belief with
+"""A forward costs about as much as so many prompt tokens, and a row as one, until something else was seen: a belief of
 little weight, which tells the features apart where the observed steps don't, say when all chunks have the same size, or
 when none had a prompt for a while."""
 LIKELY = (2.0, 1024.0)
