@@ -5,6 +5,7 @@ A part is an adapter's folder like any other, so a rank reads and checks it as o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -35,7 +36,8 @@ def cut_adapter(config: Mapping[str, Any], files: AdapterFiles, part: Part, targ
     The adapter must be one that goes with the whole model. Raises UnsupportedModelError where it can't be cut like
     that, ModelFileError where its file has changed, ConversionError where the disk says no.
     """
-    folder = target / f"adapter-{files.digest[:16]}-{part.name}"
+    name = hashlib.sha256(files.digest.encode() + json_bytes(config)).hexdigest()[:16]
+    folder = target / f"adapter-{name}-{part.name}"
     if (folder / CONFIG).is_file():
         return folder
     refuse_uncut(config, files, part)
