@@ -10,9 +10,11 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import pytest
 
 from tests import tiny
+from tests.e2e.test_cluster_serve import cluster, free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,3 +158,19 @@ def test_ranks_that_a_launcher_starts_train_one_adapter(model: Path, data: Path,
     alone = said(*flags, "--micro-batch-size", 4, "--output", tmp_path / "alone")
     assert ring["updates"] == alone["updates"] == 6
     assert ring["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+
+
+def test_the_machines_of_a_cluster_file_train_one_adapter(model: Path, data: Path, tmp_path: Path) -> None:
+    file, _ = cluster(tmp_path)
+    flags = ["--data", data, "--epochs", 1, "--optimizer", "sgd", "--learning-rate", 0.1]
+    where = ["--cluster", file, "--port", free_port() % 30000 + 30000, "-m", "mlxinfer", "lora", "train", model, *flags]
+    done = subprocess.run(
+        [*LORA[:-1], "cluster", "run", *map(str, where), "--micro-batch-size", "2", "--output", str(tmp_path / "ring")],
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = said("train", model, *flags, "--micro-batch-size", 4, "--output", tmp_path / "alone")
+    weights = [mx.load(str(tmp_path / name / "adapters.safetensors")) for name in ("ring", "alone")]
+    assert alone["updates"] == 3
+    for name, one in weights[1].items():  # pyright: ignore[reportAttributeAccessIssue]
+        assert mx.allclose(weights[0][name], one, rtol=1e-4, atol=1e-6), name  # pyright: ignore[reportArgumentType]
