@@ -5,6 +5,7 @@ A part is an adapter's folder like any other, so a rank reads and checks it as o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,15 +13,14 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlxinfer import upstream
 from mlxinfer.distributed.facts import PretendGroup
 from mlxinfer.distributed.ways import split_model
-from mlxinfer.engine.adapter_files import CONFIG, WEIGHTS, digest_of
+from mlxinfer.engine.adapter_files import CONFIG, WEIGHTS, digest_of, read_adapter
 from mlxinfer.engine.blank import blank
-from mlxinfer.errors import ConversionError, ModelFileError, UnsupportedModelError
-from mlxinfer.formats.files import json_bytes, replace_file
+from mlxinfer.errors import ConversionError, MlxinferError, ModelFileError, UnsupportedModelError
+from mlxinfer.formats.files import json_bytes, replace_file, sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     from mlxinfer.engine.adapter_files import AdapterFiles
 
 
-def cut_adapter(config: Mapping[str, Any], files: AdapterFiles, part: Part, target: Path) -> Path:
-    """Write what the rank of `part` needs of an adapter below `target`, and return the folder. `config` is the model's.
+def cut_adapter(config: Mapping[str, Any], files: AdapterFiles, part: Part, target: Path) -> Path | None:
+    """Write what the rank of `part` needs of an adapter below `target`, and return the folder; None where that is
+    nothing: a stage whose layers have none. `config` is the model's.
 
     The adapter must be one that goes with the whole model. Raises UnsupportedModelError where it can't be cut like
     that, ModelFileError where its file has changed, ConversionError where the disk says no.
     """
     name = hashlib.sha256(files.digest.encode() + json_bytes(config)).hexdigest()[:16]
     folder = target / f"adapter-{name}-{part.name}"
-    if (folder / CONFIG).is_file():
+    with contextlib.suppress(MlxinferError):
+        read_adapter("whole", folder)
         return folder
     refuse_uncut(config, files, part)
     says = json.dumps([files.num_layers, files.rank, files.scale, files.keys, files.dora])
@@ -46,13 +48,22 @@ def cut_adapter(config: Mapping[str, Any], files: AdapterFiles, part: Part, targ
         raise ModelFileError(f"{files.weights} has changed since it was registered; load the model again")
     arrays: Any = mx.load(str(files.weights))
     held = {name: _of_rank(name, array, places) for name, array, places in _wanted(config, arrays, part)}
+    if not held:
+        return None
     work = target / f".{folder.name}.new"
     parameters = {"rank": files.rank, "scale": files.scale, "keys": None}
-    about = {"fine_tune_type": "dora" if files.dora else "lora", "num_layers": -1, "lora_parameters": parameters}
+    about: dict[str, Any] = {
+        "fine_tune_type": "dora" if files.dora else "lora",
+        "num_layers": -1,
+        "lora_parameters": parameters,
+    }
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         mx.save_safetensors(str(work / WEIGHTS), held, metadata={"format": "mlx"})
+        with (work / WEIGHTS).open("rb+") as file:
+            os.fsync(file.fileno())
+        about["mlxinfer"] = {"weights_sha256": sha256_of(work / WEIGHTS)}
         replace_file(work / CONFIG, json_bytes(about))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(work, folder)
@@ -85,32 +96,40 @@ def refuse_uncut(config: Mapping[str, Any], files: AdapterFiles, part: Part) -> 
 def _wanted(config: Mapping[str, Any], arrays: Mapping[str, mx.array], part: Part) -> Any:
     """(name, array, where its numbers are on this rank) of each tensor whose layer this rank holds."""
     paths = {name.rpartition(".")[0] for name in arrays}
+    whole = blank(config, keep_packed=False)
+    sizes = {path: _shape(module) for path, _, _, module in upstream.child_slots(whole) if path in paths}
+    split_model(whole, part.kind, part.split, PretendGroup(part.rank, part.size))
+    cut = {path: _shape(module) for path, _, _, module in upstream.child_slots(whole) if path in paths}
+    # Again, with weights that say where they come from: one column or one row of them, by the axis that is shared out.
     model = blank(config, keep_packed=False)
-    sizes: dict[str, tuple[int, int]] = {}
     for path, _, _, module in upstream.child_slots(model):
-        if path in paths:
-            weight: Any = module["weight"]
-            rows, columns = sizes[path] = weight.shape[-2:]
-            # Each weight says where it comes from; of a stack of experts one is enough.
-            numbers = mx.arange(rows, dtype=mx.uint32)[:, None] * columns + mx.arange(columns, dtype=mx.uint32)
-            module["weight"] = numbers if weight.ndim == 2 else numbers[None]
+        if path in cut and cut[path] != sizes[path]:
+            rows, columns = sizes[path]
+            numbers = mx.arange(rows)[:, None] if cut[path][0] != rows else mx.arange(columns)[None]
+            # Of a stack of experts one is enough.
+            module["weight"] = numbers if module["weight"].ndim == 2 else numbers[None]
     split_model(model, part.kind, part.split, PretendGroup(part.rank, part.size))
     mx.eval(mx.random.state)
     slots = {path: module for path, _, _, module in upstream.child_slots(model)}
     for name in sorted(arrays):
         path = name.rpartition(".")[0]
-        if path in slots:
-            yield name, arrays[name], _Places(slots[path], *sizes[path])
+        if path in cut:
+            shared = cut[path] != sizes[path]
+            numbers = slots[path]["weight"].reshape(-1) if shared else None
+            yield name, arrays[name], _Places(numbers, rows=shared and cut[path][0] != sizes[path][0])
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    """[out, in] of a layer, or of each of its experts."""
+    return module["weight"].shape[-2:]
 
 
 class _Places:
-    """Which rows and columns of a layer's weights a rank has; None: all."""
+    """Which rows or columns of a layer's weights a rank has; None: all."""
 
-    def __init__(self, module: nn.Module, rows: int, columns: int) -> None:
-        weight: Any = module["weight"]
-        numbers = weight.reshape(-1, *weight.shape[-2:])[0]
-        self.rows = numbers[:, 0] // columns if weight.shape[-2] != rows else None
-        self.columns = numbers[0] % columns if weight.shape[-1] != columns else None
+    def __init__(self, numbers: mx.array | None, *, rows: bool) -> None:
+        self.rows = numbers if rows else None
+        self.columns = None if rows else numbers
 
 
 def _of_rank(name: str, array: mx.array, places: _Places) -> mx.array:

@@ -171,7 +171,11 @@ class Rank:
         """Requests may be for this one from now on."""
         from mlxinfer.engine.adapter_files import read_adapter
 
-        self._held.adapters.add(read_adapter(str(body["name"]), Path(body["folder"])))
+        name, folder = str(body["name"]), str(body["folder"])
+        if folder:
+            self._held.adapters.add(read_adapter(name, Path(folder)))
+        else:
+            self._held.adapters.add_elsewhere(name)
 
     def _on_prefix(self, body: Any) -> None:
         """What the next step has to do with the prefix cache."""

@@ -20,9 +20,20 @@ if TYPE_CHECKING:
 class RankAdapters(Adapters):
     """Of the part that a rank holds; whether they go with the whole model was checked where the scheduler is."""
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._elsewhere: set[str] = set()
+
     def add(self, files: AdapterFiles) -> None:
         """Register a part; it is read when a step first needs it."""
         self._files[files.name] = files
+
+    def add_elsewhere(self, name: str) -> None:
+        """Register an adapter of which this rank's layers have nothing."""
+        self._elsewhere.add(name)
+
+    def use(self, name: str) -> None:
+        super().use("" if name in self._elsewhere else name)
 
     def _checked(self, files: AdapterFiles, tensors: Mapping[str, Any]) -> dict[str, Place]:
         paths = {name.rpartition(".")[0] for name in tensors}

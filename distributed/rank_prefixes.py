@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlxinfer.distributed.frames import ChannelError
-from mlxinfer.engine.prefix_store import Span, State, fill, left_span, running_span, state_at
+from mlxinfer.engine.prefix_store import Span, State, fill, left_span, mostly, running_span, state_at
 
 if TYPE_CHECKING:
     from mlxinfer.distributed.wire import PrefixOps
@@ -38,7 +38,8 @@ class RankPrefixes:
         if self._due is None or due is None:
             raise ChannelError(f"{request_id} starts from a prefix that nobody has named")
         spans = [self._span(number) for number in due.spans]
-        spans[-1] = Span(spans[-1].layers, due.length - sum(span.length for span in spans[:-1]))
+        last, length = spans[-1], due.length - sum(span.length for span in spans[:-1])
+        spans[-1] = Span(last.layers, length) if mostly(last, length) else last.part(0, length)
         wanted = {number for other in self._due.restore.values() for number in other.spans}
         wanted |= {op[1] for ops in self._due.checkpoint.values() for op in ops if op[0] == "cut"}
         for number in self._due.free.intersection(due.spans) - wanted:

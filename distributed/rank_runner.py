@@ -65,7 +65,7 @@ class RankRunner(Runner):
         else:
             self.exact = _exact(self)
         self.held_prefixes = RankPrefixes()
-        self.adapters = RankAdapters(model)
+        self.adapters: RankAdapters = RankAdapters(model)
 
     def _take_over(self, config: Mapping[str, Any], own: int) -> None:
         """How the model can be driven, from a few whole layers of it with made-up weights. `own`: layers of this stage.

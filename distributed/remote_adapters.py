@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -9,12 +11,16 @@ import mlx.nn as nn
 
 from mlxinfer.engine.adapters import Adapters
 from mlxinfer.engine.blank import blank
-from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.engine.events import RowsLostError
+from mlxinfer.errors import MlxinferError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from mlxinfer.engine.adapter_files import AdapterFiles
+
+
+log = logging.getLogger(__name__)
 
 
 class RemoteAdapters(Adapters):
@@ -41,7 +47,10 @@ class RemoteAdapters(Adapters):
         try:
             super().add(files)
             if new:
-                self._tell(files.name, self._bring(files))
+                brought = self._bring(files)
+                with contextlib.suppress(RowsLostError):
+                    # Then the next ranks are told.
+                    self._tell(files.name, brought)
         except BaseException:
             if new:
                 self._files.pop(files.name, None)
@@ -51,10 +60,16 @@ class RemoteAdapters(Adapters):
             mx.eval(mx.random.state)
 
     def again(self) -> None:
-        """Tell new ranks."""
-        for files in self._files.values():
-            assert self._bring is not None
-            self._tell(files.name, self._bring(files))
+        """Tell new ranks. What can't be brought to them is there no more. Raises RowsLostError."""
+        assert self._bring is not None or not self._files
+        for name, files in list(self._files.items()):
+            try:
+                self._tell(name, self._bring(files) if self._bring else ())
+            except RowsLostError:
+                raise
+            except MlxinferError as error:
+                log.warning("the adapter %s is gone: %s", name, error)
+                del self._files[name]
 
     def load(self, name: str) -> None:
         """Raises ModelNotFoundError."""

@@ -42,7 +42,7 @@ RUN = ("one", "tensor", "pipeline")
 class Spread:
     """One model over a cluster. The first node is this machine and keeps the whole checkpoint; the others have agents.
 
-    `start` is what a RemoteRunner is made with.
+    `start` is what a RemoteRunner is made with. `reserved` are bytes that each rank keeps for adapters.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Spread:
         kinds: frozenset[str] = frozenset(RUN),
         dtype: str = "auto",
         wifi: bool = False,
+        reserved: int = 0,
         backend: Literal["ring", "jaccl"] = "ring",
         say: Callable[[str], None] = log.info,
         planned: Callable[[Plan, str], None] = lambda plan, why: None,
@@ -63,7 +64,7 @@ class Spread:
         self.cluster, self.source, self.parts = cluster, source, parts
         self._how: dict[str, Any] = {"context": context, "objective": objective, "wifi": wifi}
         self._kinds, self._dtype, self._say, self._planned = kinds, dtype, say, planned
-        self._backend = backend
+        self._backend, self._reserved = backend, reserved
         self._places: dict[str, There] = {}
         self._lock = threading.Lock()
         self._ranks: RankSet | None = None
@@ -104,13 +105,14 @@ class Spread:
             except RanksLostError:
                 self._vain.add((chosen.kind, chosen.nodes))
                 raise
-            ranks.spare_bytes = _spare(chosen, here)
+            ranks.spare_bytes = max(0, _spare(chosen, here) - self._reserved)
             self.plan, self._ranks = chosen, ranks
             self._planned(chosen, why)
             return ranks
 
     def bring_adapter(self, files: AdapterFiles) -> list[str]:
-        """Cut an adapter for the ranks that run; the folder of each part where its rank is.
+        """Cut an adapter for the ranks that run; the folder of each part where its rank is, "" where a
+        rank needs nothing of it.
 
         Raises UnsupportedModelError for one that can't be cut for the plan, EngineError where it can't be brought.
         """
@@ -121,9 +123,12 @@ class Spread:
             part = _part(chosen, rank)
             folder = adapter_parts.cut_adapter(self.config, files, part, self.parts)
             there = self._places.get(name)
-            folders.append(
-                str(folder) if there is None else there.bring(f"{_plain(self.source.name)}/{folder.name}", folder)
-            )
+            if folder is None:
+                folders.append("")
+            elif there is None:
+                folders.append(str(folder))
+            else:
+                folders.append(there.bring(f"{_plain(self.source.name)}/{folder.name}", folder))
         try:
             adapter_parts.refuse_uncut(self.config, files, shards.Part("tensor", 0, 2))
         except UnsupportedModelError:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxinfer.cli import clusters, options, output
 from mlxinfer.cli import serve as single
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @click.command("serve", epilog=options.example("mlxinfer cluster serve ./my-model --port 8080"))
@@ -74,6 +77,7 @@ def serve(
         kinds=clusters.wanted(kinds),
         dtype=settings.dtype,
         wifi=wifi,
+        reserved=min(_bytes_of(offered.get(name, {}).values()), settings.adapter_mb << 20),
         backend=backend,
         say=output.say,
         planned=status.write,
@@ -90,3 +94,10 @@ def serve(
     finally:
         spread.close()
         status.close()
+
+
+def _bytes_of(folders: Iterable[str]) -> int:
+    """Of the weights of adapters."""
+    from mlxinfer.engine.adapter_files import WEIGHTS
+
+    return sum((Path(folder) / WEIGHTS).stat().st_size for folder in folders)

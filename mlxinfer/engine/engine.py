@@ -20,6 +20,7 @@ from mlxinfer.errors import (
     EngineError,
     InvalidRequestError,
     MlxinferError,
+    ModelNotFoundError,
     QueueFullError,
     WontFitError,
 )
@@ -400,6 +401,10 @@ class Engine:
             for request_id in list(self._open):
                 self._fail(request_id, EngineError(f"the engine's rows are lost: {failure}"))
             return
+        for request_id, opened in list(self._open.items()):
+            adapter = opened.request.spec.adapter
+            if adapter and adapter not in self.runner.adapters:
+                self._fail(request_id, ModelNotFoundError(f"the adapter {adapter} is gone"))
         for request_id in list(self.state.started):
             self.state.rewind(request_id)
         if isinstance(error, RowsLostError):

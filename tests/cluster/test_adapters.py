@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def on_thread(function: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def bring(config: Mapping[str, Any], target: Path, parts: Sequence[shards.Part], files: AdapterFiles) -> list[str]:
-    return [str(adapter_parts.cut_adapter(config, files, part, target)) for part in parts]
+    return [str(adapter_parts.cut_adapter(config, files, part, target) or "") for part in parts]
 
 
 def tokens(engine: Engine, prompts: Sequence[Sequence[int]], adapters: Sequence[str]) -> list[list[int]]:
@@ -107,3 +108,32 @@ def test_what_cannot_be_shared_by_heads_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"the adapter d is a DoRA one.*--kind pipeline\) takes it"):
         on_thread(adapter_parts.cut_adapter, config, files, shards.Part("tensor", 0, 2), tmp_path)
     assert not list(tmp_path.glob("*rank*"))
+
+
+def test_a_stage_without_an_adapted_layer_and_an_adapter_that_is_gone_when_a_rank_is_lost(
+    lent: dict[int, Lent], tmp_path: Path
+) -> None:
+    source = tmp_path / "m"
+    on_thread(write, "qwen3_moe", source)
+    folder = on_thread(write_adapter, tmp_path / "last", source, seed=3, num_layers=1, size=0.5)
+    parts = [shards.Part("pipeline", rank, 3, (1, 2, 1)) for rank in range(3)]
+    config = json.loads((source / "config.json").read_text())
+    how = (config, functools.partial(bring, config, tmp_path / "parts", parts))
+    prompts, asked = [text(0, 20), text(1, 30)], ["last", ""]
+    with engine_here(source) as alone:
+        alone.add_adapter(read_adapter("last", folder))
+        wanted = tokens(alone, prompts, asked)
+        assert wanted[0] != tokens(alone, prompts[:1], [""])[0]
+        cut = alone.thread.call(lambda: parts_of(source, tmp_path / "parts", "pipeline", 3, (1, 2, 1)))
+    with lent[3].engine(cut, how) as engine:
+        engine.add_adapter(read_adapter("last", folder))
+        assert tokens(engine, prompts, asked) == wanted
+        shutil.rmtree(folder)
+        shutil.rmtree(tmp_path / "parts")
+        on_thread(parts_of, source, tmp_path / "parts", "pipeline", 3, (1, 2, 1))
+        runner: Any = engine.runner
+        os.kill(runner.ranks.pids[1], signal.SIGKILL)
+        assert tokens(engine, prompts[1:], [""]) == wanted[1:]
+        with pytest.raises(AssertionError, match="no adapter 'last' here"):
+            tokens(engine, prompts[:1], ["last"])
+        assert tokens(engine, prompts[1:], [""]) == wanted[1:]
