@@ -159,7 +159,9 @@ def _updates(
         mx.eval(model.trainable_parameters(), optimizer.state)
         found.append((first, mx.get_peak_memory()))
         del sums, gradients
-    return (min(first for first, _ in found[1:]), min(second for _, second in found)), seconds
+    # DoRA's first gradients take more than all later ones.
+    first = max(found[0][0], min(first for first, _ in found[1:]))
+    return (first, min(second for _, second in found)), seconds
 
 
 class _Sizes:
