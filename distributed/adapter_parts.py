@@ -23,8 +23,10 @@ from mlxinfer.errors import ConversionError, MlxinferError, ModelFileError, Unsu
 from mlxinfer.formats.files import json_bytes, replace_file, sha256_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    import mlx.nn as nn
 
     from mlxinfer.distributed.shards import Part
     from mlxinfer.engine.adapter_files import AdapterFiles
@@ -47,7 +49,7 @@ def cut_adapter(config: Mapping[str, Any], files: AdapterFiles, part: Part, targ
     if digest_of(files.weights, says) != files.digest:
         raise ModelFileError(f"{files.weights} has changed since it was registered; load the model again")
     arrays: Any = mx.load(str(files.weights))
-    held = {name: _of_rank(name, array, places) for name, array, places in _wanted(config, arrays, part)}
+    held = dict(_held(config, arrays, part))
     if not held:
         return None
     work = target / f".{folder.name}.new"
@@ -93,50 +95,43 @@ def refuse_uncut(config: Mapping[str, Any], files: AdapterFiles, part: Part) -> 
         raise UnsupportedModelError(f"the adapter {files.name} has layers that can't be shared by heads: {named}")
 
 
-def _wanted(config: Mapping[str, Any], arrays: Mapping[str, mx.array], part: Part) -> Any:
-    """(name, array, where its numbers are on this rank) of each tensor whose layer this rank holds."""
+def _held(config: Mapping[str, Any], arrays: Mapping[str, mx.array], part: Part) -> Iterator[tuple[str, mx.array]]:
+    """What this rank has of each tensor whose layer it holds."""
     paths = {name.rpartition(".")[0] for name in arrays}
     whole = blank(config, keep_packed=False)
-    sizes = {path: _shape(module) for path, _, _, module in upstream.child_slots(whole) if path in paths}
+    sizes = _shapes(whole, paths)
     split_model(whole, part.kind, part.split, PretendGroup(part.rank, part.size))
-    cut = {path: _shape(module) for path, _, _, module in upstream.child_slots(whole) if path in paths}
+    cut = _shapes(whole, paths)
+    shared = {path for path, shape in cut.items() if shape != sizes[path]}
     # Again, with weights that say where they come from: one column or one row of them, by the axis that is shared out.
     model = blank(config, keep_packed=False)
     for path, _, _, module in upstream.child_slots(model):
-        if path in cut and cut[path] != sizes[path]:
+        if path in shared:
             rows, columns = sizes[path]
             numbers = mx.arange(rows)[:, None] if cut[path][0] != rows else mx.arange(columns)[None]
             # Of a stack of experts one is enough.
             module["weight"] = numbers if module["weight"].ndim == 2 else numbers[None]
     split_model(model, part.kind, part.split, PretendGroup(part.rank, part.size))
     mx.eval(mx.random.state)
-    slots = {path: module for path, _, _, module in upstream.child_slots(model)}
+    numbers = {
+        path: module["weight"].reshape(-1) for path, _, _, module in upstream.child_slots(model) if path in shared
+    }
     for name in sorted(arrays):
-        path = name.rpartition(".")[0]
-        if path in cut:
-            shared = cut[path] != sizes[path]
-            numbers = slots[path]["weight"].reshape(-1) if shared else None
-            yield name, arrays[name], _Places(numbers, rows=shared and cut[path][0] != sizes[path][0])
+        path, _, leaf = name.rpartition(".")
+        if path in shared and (leaf == "lora_b") == (cut[path][0] != sizes[path][0]):
+            yield name, _of_rank(leaf, arrays[name], numbers[path])
+        elif path in cut:
+            yield name, arrays[name]
 
 
-def _shape(module: Any) -> tuple[int, int]:
-    """[out, in] of a layer, or of each of its experts."""
-    return module["weight"].shape[-2:]
+def _shapes(model: nn.Module, paths: set[str]) -> dict[str, tuple[int, int]]:
+    """[out, in] of each of these layers, or of its experts."""
+    held: Any = {path: module for path, _, _, module in upstream.child_slots(model) if path in paths}
+    return {path: module["weight"].shape[-2:] for path, module in held.items()}
 
 
-class _Places:
-    """Which rows or columns of a layer's weights a rank has; None: all."""
-
-    def __init__(self, numbers: mx.array | None, *, rows: bool) -> None:
-        self.rows = numbers if rows else None
-        self.columns = None if rows else numbers
-
-
-def _of_rank(name: str, array: mx.array, places: _Places) -> mx.array:
+def _of_rank(leaf: str, array: mx.array, numbers: mx.array) -> mx.array:
     """lora_a [in, r] takes what comes in, lora_b [r, out] gives what goes out; of experts [E, r, in], [E, out, r]."""
-    first, stacked = name.endswith(".lora_a"), array.ndim == 3
-    wanted = places.columns if first else places.rows
-    if wanted is None:
-        return array
+    first, stacked = leaf == "lora_a", array.ndim == 3
     axis = (-1 if first else -2) if stacked else (0 if first else -1)
-    return mx.take(array, wanted, axis=axis)
+    return mx.take(array, numbers, axis=axis)

@@ -21,7 +21,7 @@ from tests.cluster.test_prefixes import ROOM, check_in_step, text
 from tests.clusters import Lent, answers, engine_here, parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from mlxinfer.engine.adapter_files import AdapterFiles
@@ -39,16 +39,6 @@ CASES: dict[str, tuple[str, str, int, tuple[int, ...], str]] = {
 MORE = {"layers", "experts"}
 """Beyond CI's slice."""
 ATTENTION = ("self_attn.q_proj", "self_attn.o_proj")
-
-
-@pytest.fixture(scope="module")
-def lent() -> Iterator[dict[int, Lent]]:
-    made = {2: Lent(2), 3: Lent(3)}
-    try:
-        yield made
-    finally:
-        for ranks in made.values():
-            ranks.close()
 
 
 def on_thread(function: Any, *arguments: Any, **named: Any) -> Any:

@@ -58,17 +58,6 @@ def check_in_step(engine: Engine) -> dict[str, Any]:
     return wanted
 
 
-@pytest.fixture(scope="module")
-def lent() -> Iterator[dict[int, Lent]]:
-    """Ranks by their number, for one model after the other."""
-    made = {2: Lent(2), 3: Lent(3)}
-    try:
-        yield made
-    finally:
-        for ranks in made.values():
-            ranks.close()
-
-
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in MORE else []) for c in WAYS])
 def test_a_conversation_goes_on_from_what_the_ranks_hold(case: str, lent: dict[int, Lent], tmp_path: Path) -> None:
     source = tmp_path / "m"
