@@ -46,18 +46,18 @@ class RemoteAdapters(Adapters):
         self._model = blank(self._config, keep_packed=True)
         try:
             super().add(files)
-            if new:
-                brought = self._bring(files)
-                with contextlib.suppress(RowsLostError):
-                    # Then the next ranks are told.
-                    self._tell(files.name, brought)
-        except BaseException:
-            if new:
-                self._files.pop(files.name, None)
-            raise
         finally:
             self._model = nn.Module()
             mx.eval(mx.random.state)
+        if not new:
+            return
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._files.pop, files.name)
+            folders = self._bring(files)
+            undo.pop_all()
+        with contextlib.suppress(RowsLostError):
+            # Then the next ranks are told.
+            self._tell(files.name, folders)
 
     def again(self) -> None:
         """Tell new ranks. What can't be brought to them is there no more. Raises RowsLostError."""

@@ -186,7 +186,7 @@ class Engine:
             self._note_start(start, now)
         running = None if step.empty else _Running(self.runner.launch(step), load, now)
         before, self._pending = self._pending, running
-        waited = before is not None
+        worked = running is not None or before is not None
         if before is not None:
             self._building = before.launched.step
             # The grammars follow its tokens while the next step computes.
@@ -211,7 +211,6 @@ class Engine:
             self._pending = None
             self._read(running)
         self._end_outgrown()
-        worked = running is not None or waited
         self._idle.worked() if worked else self._idle.rests()
         return worked
 
