@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlxinfer import upstream
-from mlxinfer.distributed.facts import PretendGroup
+from mlxinfer.distributed.groups import PretendGroup
 from mlxinfer.distributed.ways import split_model
 from mlxinfer.engine.adapter_files import CONFIG, WEIGHTS, digest_of, read_adapter
 from mlxinfer.engine.blank import blank
@@ -77,7 +77,7 @@ def cut_adapter(config: Mapping[str, Any], files: AdapterFiles, part: Part, targ
 
 def refuse_uncut(config: Mapping[str, Any], files: AdapterFiles, part: Part) -> None:
     """Raise UnsupportedModelError for an adapter that can't be shared by heads."""
-    if part.kind != "tensor" or part.size == 1:
+    if part.kind == "pipeline" or part.size == 1:
         return
     if files.dora:
         raise UnsupportedModelError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlxinfer.distributed.groups import PretendGroup
 from mlxinfer.distributed.ways import by_heads, no_pipeline, no_tensor
 from mlxinfer.engine.blank import blank, hidden_size, num_layers
 from mlxinfer.errors import InvalidRequestError
@@ -17,19 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
-
-class PretendGroup:
-    """What a model asks of a group when it is split: who it is, and of how many. Nothing is ever sent."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
 
 
 @dataclass(frozen=True, slots=True)

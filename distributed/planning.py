@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlxinfer.distributed.facts import facts_of, tensor_shards
+from mlxinfer.distributed.groups import AT_ONCE
 from mlxinfer.distributed.splitting import split_layers
 from mlxinfer.errors import InvalidRequestError, WontFitError
 
@@ -242,19 +243,22 @@ class _Planner:
         if split is None:
             raise WontFitError(f"{2 * sum(layers) / 1e9:.1f} GB don't fit in whole layers")
         one = self.facts.hidden_size * self.facts.activation_bytes
-        rings = [self._ring(pair) for pair in pairs]
-        links = [self._link(a[0], b[0]) for a, b in itertools.pairwise(pairs)]
+        within = [self._link(*pair) for pair in pairs]
+        # A stage's first rank hands over to the second of the next, which passes it on: neighbours in the ring.
+        between = [self._link(a[1], b[0]) for a, b in itertools.pairwise(pairs)]
+        back = self._link(pairs[0][0], pairs[-1][1])
         times, needs, at = [], [], 0
-        for rate, ring, count, more in zip(rates, rings, split, extra, strict=True):
+        for rate, link, count, more in zip(rates, within, split, extra, strict=True):
             held = sum(layers[at : at + count])
-            times.append(held / rate + 2 * count * _all_reduce(ring, one))
+            times.append(held / rate + 2 * count * _swap(link, one))
             needs += [held + more] * 2
             at += count
-        hops = [_hop(link, one) for link in links]
-        step = sum(times) + sum(hops) + _hop(self._link(pairs[0][0], pairs[-1][0]), TOKEN_BYTES)
-        compute = self._flops() / 2 / min(_compute_rate(node) for node in nodes)
-        used = [*itertools.chain.from_iterable(rings), *links]
-        ttft = compute + sum(_hop(link, one * PROMPT) for link in links)
+        hops = [_hop(link, one) + _hop(pair, one) for link, pair in zip(between, within[:-1], strict=True)]
+        step = sum(times) + sum(hops) + _hop(back, TOKEN_BYTES) + _hop(within[-1], TOKEN_BYTES)
+        ttft = self._flops() / 2 / min(_compute_rate(node) for node in nodes)
+        ttft += sum(_hop(link, one * PROMPT) for link in (*between, *within[:-1]))
+        ttft += sum(2 * count * _swap(link, one * PROMPT) for link, count in zip(within, split, strict=True))
+        used = [*within, *between, back]
         names, rate = tuple(node.name for node in nodes), 1 / step
         whole = max(rate, min(1 / max(times), len(pairs) / step))
         return Plan("both", names, 2, split, tuple(needs), rate, whole, ttft, *_told(used), experimental=True)
@@ -320,6 +324,11 @@ def _compute_rate(node: Node) -> float:
 
 def _hop(link: Link, size: int) -> float:
     return link.latency_us * 1e-6 + size / (link.bandwidth_gb_s * 1e9)
+
+
+def _swap(link: Link, size: int) -> float:
+    """Seconds until both of a pair have the other's; what is large goes one way and then the other."""
+    return _hop(link, size) * (1 if size <= AT_ONCE else 2)
 
 
 def _all_reduce(ring: Sequence[Link], size: int) -> float:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlxinfer.distributed.groups import Pair, PretendGroup
 from mlxinfer.distributed.passing import stage
 from mlxinfer.distributed.rank_adapters import RankAdapters
 from mlxinfer.distributed.rank_prefixes import RankPrefixes
+from mlxinfer.distributed.ways import by_heads
 from mlxinfer.engine.blank import blank, num_layers, shallow
 from mlxinfer.engine.kv import SeqKV
 from mlxinfer.engine.memory import KVCost
@@ -50,7 +52,8 @@ class RankRunner(Runner):
     ) -> None:
         """Raises UnsupportedModelError for a pipeline of a model that can't be driven as one."""
         self._group = group
-        self._staged = part is not None and part.kind == "pipeline" and group is not None
+        self._staged = part is not None and part.kind != "tensor" and group is not None
+        self._pair = Pair(group) if part is not None and part.kind == "both" else None
         self._rank = 0 if group is None else int(group.rank())
         self._passed: list[mx.array] = []
         """What the last forward received and sent."""
@@ -61,7 +64,7 @@ class RankRunner(Runner):
         super().__init__(model, vocab_size, probed=not self._staged)
         if self._staged:
             assert part is not None
-            self._take_over(config, part.split[part.rank])
+            self._take_over(config, part.split[part.stage])
         else:
             self.exact = _exact(self)
         self.held_prefixes = RankPrefixes()
@@ -72,7 +75,7 @@ class RankRunner(Runner):
 
         Every rank finds out the same: it looks at the config alone, with the same weights.
         """
-        tried, few = whole_runner(config, self.vocab_size)
+        tried, few = whole_runner(config, self.vocab_size, paired=self._pair is not None)
         self.tier, self.tier_reason, self.view = tried.tier, tried.tier_reason, tried.view
         self.needs_checkpoints, self.restores = tried.needs_checkpoints, tried.restores
         self.kv_cost = _share(tried.kv_cost, own, few)
@@ -132,21 +135,24 @@ class RankRunner(Runner):
         return agreed
 
     def _returned(self, tokens: mx.array) -> mx.array:
-        """Of a pipeline's step, whose tokens rank 0 has: only the first stage, the last rank, embeds them."""
+        """Of a pipeline's step, whose tokens rank 0 has: only the first stage, the last rank or two, embeds them."""
         last = self._group.size() - 1
         if self._rank == 0:
             return mx.distributed.send(tokens, last, group=self._group)
-        if self._rank == last:
-            # Receiving depends on nothing, so all that comes before it has to be on its way: the forward above all.
-            for arrays in (*self._unsubmitted, [tokens]):
-                mx.async_eval(arrays)
-            return mx.distributed.recv_like(tokens, 0, group=self._group)
-        return tokens
+        if self._rank < last - (self._pair is not None):
+            return tokens
+        # Receiving depends on nothing, so all that comes before it has to be on its way: the forward above all.
+        for arrays in (*self._unsubmitted, [tokens]):
+            mx.async_eval(arrays)
+        if self._rank < last:
+            return mx.distributed.recv_like(tokens, last, group=self._group)
+        found = mx.distributed.recv_like(tokens, 0, group=self._group)
+        return found if self._pair is None else mx.distributed.send(found, last - 1, group=self._group)
 
     def _forward(self, batch: Any, tokens: mx.array) -> mx.array:
         if not self._staged or isinstance(batch, SplitBatch):
             return super()._forward(batch, tokens)
-        with stage() as passed:
+        with stage(self._pair) as passed:
             logits = super()._forward(batch, tokens)
         self._note(passed)
         return logits
@@ -154,7 +160,7 @@ class RankRunner(Runner):
     def _forward_own(self, sequences: list[Held], tokens: mx.array) -> mx.array:
         if not self._staged:
             return super()._forward_own(sequences, tokens)
-        with stage() as passed:
+        with stage(self._pair) as passed:
             logits = super()._forward_own(sequences, tokens)
         self._note(passed)
         return logits
@@ -167,8 +173,9 @@ class RankRunner(Runner):
         self._noted += len(passed)
 
 
-def whole_runner(config: Mapping[str, Any], vocab_size: int) -> tuple[Runner, int]:
-    """A runner over the first layers of a model, with made-up weights, and how many they are.
+def whole_runner(config: Mapping[str, Any], vocab_size: int, *, paired: bool = False) -> tuple[Runner, int]:
+    """A runner over the first layers of a model, with made-up weights, and how many they are. `paired`: over half of
+    their heads.
 
     Raises UnsupportedModelError where the model can't be a pipeline.
     """
@@ -176,9 +183,13 @@ def whole_runner(config: Mapping[str, Any], vocab_size: int) -> tuple[Runner, in
     # The same weights on every rank: what is tried may be a close thing.
     mx.random.seed(0)
     try:
-        tried = Runner(blank(shallow(config, few), keep_packed=False), vocab_size)
-        if tried.tier == "batched-state" and not _states_alike(tried):
-            raise UnsupportedModelError("rows of different lengths have states of different shapes")
+        model = blank(shallow(config, few), keep_packed=False)
+        if paired:
+            by_heads(model, PretendGroup(0, 2))
+        with stage():
+            tried = Runner(model, vocab_size)
+            if tried.tier == "batched-state" and not _states_alike(tried):
+                raise UnsupportedModelError("rows of different lengths have states of different shapes")
     except (MlxinferError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"{config.get('model_type')} can't be run as a pipeline: {error}; split it by heads"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RUN = ("one", "tensor", "pipeline")
-"""Kinds of plans that can be run."""
+"""Kinds of plans that are run unless others are asked for: those that aren't experimental."""
 
 
 class Spread:
@@ -91,7 +91,7 @@ class Spread:
             self._leave_out_cut()
             here = self._reachable(again=bool(why))
             found = plan(here, self.config, name=self.source.name, **self._how)
-            runs = [made for made in found.plans if made.kind in RUN and made.kind not in self._barred]
+            runs = [made for made in found.plans if made.kind in {*RUN, *self._kinds} - self._barred]
             runs = [made for made in runs if (made.kind, made.nodes) not in self._vain] or runs
             chosen = next((made for made in runs if made.kind in self._kinds), None)
             if chosen is None and (not why or not runs):
@@ -132,7 +132,7 @@ class Spread:
         try:
             adapter_parts.refuse_uncut(self.config, files, shards.Part("tensor", 0, 2))
         except UnsupportedModelError:
-            self._barred.add("tensor")
+            self._barred |= {"tensor", "both"}
         return folders
 
     def close(self) -> None:
@@ -198,8 +198,9 @@ class Spread:
 
 
 def _part(chosen: Plan, rank: int) -> shards.Part:
-    kind = "pipeline" if chosen.kind == "pipeline" else "tensor"
-    return shards.Part(kind, rank, chosen.size, chosen.split if kind == "pipeline" else ())
+    # One machine alone is all of its heads.
+    kind = "tensor" if chosen.kind == "one" else chosen.kind
+    return shards.Part(kind, rank, chosen.size, () if kind == "tensor" else chosen.split)
 
 
 def _spare(chosen: Plan, cluster: Cluster) -> int:

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxinfer import upstream
-from mlxinfer.distributed.facts import PretendGroup
+from mlxinfer.distributed.groups import PretendGroup
 from mlxinfer.distributed.ways import split_model
 from mlxinfer.engine.dtypes import apply_dtype_policy
 from mlxinfer.engine.fingerprint import fingerprint
@@ -35,13 +35,19 @@ KEPT = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_co
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which part of a model: of `size` ranks this one, split by heads or by layers."""
+    """Which part of a model: of `size` ranks this one, split by heads, by layers, or by layers for pairs that share
+    them by heads."""
 
-    kind: Literal["tensor", "pipeline"]
+    kind: Literal["tensor", "pipeline", "both"]
     rank: int
     size: int
     split: tuple[int, ...] = ()
-    """Of a pipeline: layers by rank, the last layers first."""
+    """Of a pipeline: layers by stage, the last layers first."""
+
+    @property
+    def stage(self) -> int:
+        """Of a pipeline; with "both" two ranks are one."""
+        return self.rank // 2 if self.kind == "both" else self.rank
 
     @property
     def name(self) -> str:
@@ -143,10 +149,10 @@ def split(model: nn.Module, part: Part, group: Any) -> set[str]:
 
 
 def _needed(name: str, part: Part) -> bool:
-    """Of a stage: its layers; the first one embeds, the last one, rank 0, has the head, which may be the embedding."""
+    """Of a stage: its layers; the first one embeds, the last, number 0, has the head, which may be the embedding."""
     if ".layers." in name:
         return True
-    return part.rank == 0 or (part.rank == part.size - 1 and "embed" in name)
+    return part.stage == 0 or (part.stage == len(part.split) - 1 and "embed" in name)
 
 
 def _packed(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -212,6 +218,6 @@ def _part_of(about: dict[str, Any], folder: Path) -> Part:
         part = Part(held["kind"], int(held["rank"]), int(held["size"]), tuple(map(int, held["split"])))
     except (TypeError, KeyError, ValueError) as error:
         raise ModelFileError(f"{folder / MANIFEST} says of no part what it is: {error}") from error
-    if part.kind not in ("tensor", "pipeline") or not 0 <= part.rank < part.size:
+    if part.kind not in ("tensor", "pipeline", "both") or not 0 <= part.rank < part.size:
         raise ModelFileError(f"{folder / MANIFEST} says of no part what it is: {part.name:.100}")
     return part

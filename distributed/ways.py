@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from mlxinfer.distributed.groups import Pair, PretendGroup
 from mlxinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -50,19 +51,26 @@ def no_pipeline(model: nn.Module) -> str:
 
 
 def split_model(model: nn.Module, kind: str, layers: Sequence[int], group: Any) -> None:
-    """Split `model` in place for the rank that `group` says, by heads, or by `layers` for each rank.
+    """Split `model` in place for the rank that `group` says: by heads ("tensor"), by `layers` for each stage
+    ("pipeline"), or by layers for pairs that share them by heads ("both").
 
     Raises InvalidRequestError where that can't be.
     """
     if group.size() == 1:
         return
-    if refused := no_tensor(model) if kind == "tensor" else no_pipeline(model):
+    if refused := (kind != "pipeline" and no_tensor(model)) or (kind != "tensor" and no_pipeline(model)):
         raise InvalidRequestError(refused)
+    sharing, stages = group, group
+    if kind == "both":
+        pretended = isinstance(group, PretendGroup)
+        sharing = PretendGroup(group.rank() % 2, 2) if pretended else Pair(group)
+        stages = PretendGroup(group.rank() // 2, group.size() // 2)
     try:
-        if kind == "tensor":
-            by_heads(model, group)
-        else:
-            _by_layers(model, group, list(layers))
+        # Heads first: a stage has no layers where others have theirs.
+        if kind != "pipeline":
+            by_heads(model, sharing)
+        if kind != "tensor":
+            _by_layers(model, stages, list(layers))
     except _FAILURES as error:
         raise InvalidRequestError(f"{module_of(model)} can't be split {group.size()} ways: {error}") from error
 

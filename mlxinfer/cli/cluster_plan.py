@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @clusters.planning_options
 @options.json_option
 def plan(model: str, file: Path, ctx: int, objective: Any, kinds: tuple[str, ...], wifi: bool, as_json: bool) -> None:
-    """Predict speed and memory of MODEL over the machines of the cluster: alone, split by heads, split by layers.
+    """Predict speed and memory of MODEL over the machines of the cluster: alone, split by heads, by layers, by both.
 
     Nothing is loaded. A way that there isn't says why.
     """
@@ -34,4 +34,4 @@ def plan(model: str, file: Path, ctx: int, objective: Any, kinds: tuple[str, ...
     if as_json:
         output.emit_json(dataclasses.asdict(found))
     else:
-        clusters.show(found, clusters.wanted(kinds))
+        clusters.show(found, frozenset(kinds))

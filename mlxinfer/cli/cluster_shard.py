@@ -14,10 +14,17 @@ from mlxinfer.cli import clusters, options, output
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.option("--tensor", type=click.IntRange(1), metavar="N", help="Split by heads, for so many machines.")
 @click.option("--pipeline", metavar="A,B,…", help="Split by layers: how many each machine has, the last layers first.")
+@click.option("--pairs", is_flag=True, help="With --pipeline: two machines for each of them, which share its heads.")
 @click.option("--rank", type=click.IntRange(0), help="This part only.")
 @options.json_option
 def shard(
-    model: str, destination: Path, tensor: int | None, pipeline: str | None, rank: int | None, as_json: bool
+    model: str,
+    destination: Path,
+    tensor: int | None,
+    pipeline: str | None,
+    pairs: bool,
+    rank: int | None,
+    as_json: bool,
 ) -> None:
     """Cut MODEL into parts below DESTINATION, one folder for each rank; parts that are whole already are kept."""
     from mlxinfer.distributed.shards import Part, cut
@@ -29,13 +36,16 @@ def shard(
         split = tuple(int(part) for part in (pipeline or "").split(",") if part)
     except ValueError:
         raise click.UsageError(f"--pipeline {pipeline!r}: numbers with commas between are expected") from None
-    size = tensor or len(split)
+    if pairs and not split:
+        raise click.UsageError("--pairs goes with --pipeline")
+    size = tensor or len(split) * (2 if pairs else 1)
+    kind = "tensor" if tensor else "both" if pairs else "pipeline"
     if rank is not None and rank >= size:
         raise click.UsageError(f"--rank {rank}: there are {size}, the first is 0")
     folder = clusters.folder_of(model, options.settings_of())
     made: list[dict[str, object]] = []
     for number in range(size) if rank is None else (rank,):
-        part = cut(folder, Part("tensor" if tensor else "pipeline", number, size, split), destination)
+        part = cut(folder, Part(kind, number, size, split), destination)
         taken = sum(file.stat().st_size for file in part.iterdir())
         made.append({"rank": number, "folder": str(part), "bytes": taken})
         if not as_json:

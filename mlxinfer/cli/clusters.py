@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from mlxinfer.distributed.planning import Plan, Planned
 
 FILE = Path("cluster.toml")
-KINDS = ("one", "tensor", "pipeline")
+KINDS = ("one", "tensor", "pipeline", "both")
+USUAL = ("one", "tensor", "pipeline")
+"""What is served when nobody says; the rest is experimental."""
 
 cluster_option = click.option(
     "--cluster", "file", type=click.Path(path_type=Path), default=FILE, help="The cluster's file [cluster.toml]."
@@ -30,7 +32,11 @@ def planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--wifi", is_flag=True, help="Take Wi-Fi where nothing else joins two machines."),
         click.option(
-            "--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Only such plans. May be repeated."
+            "--kind",
+            "kinds",
+            multiple=True,
+            type=click.Choice(KINDS),
+            help="Only such plans; both: pairs that share heads, in a pipeline (experimental). May be repeated.",
         ),
         click.option(
             "--objective",
@@ -59,14 +65,15 @@ def folder_of(model: str, settings: Settings) -> Path:
 
 
 def wanted(kinds: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(kinds or KINDS)
+    """Of plans that may be served."""
+    return frozenset(kinds or USUAL)
 
 
 def show(planned: Planned, kinds: frozenset[str]) -> None:
     """A table of plans, the best first, and what there is none of."""
     plans = [made for made in planned.plans if made.kind in kinds or not kinds]
     rows = [("", "machines", "layers", "tok/s", "all streams", "TTFT", "GB each")]
-    rows += [(made.kind, " + ".join(made.nodes), *_figures(made)) for made in plans]
+    rows += [(_kind(made), " + ".join(made.nodes), *_figures(made)) for made in plans]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -92,6 +99,10 @@ def show_links(links: Sequence[Link]) -> None:
     if rows:
         click.echo()
         click.echo(output.columns(("LINK", "KIND", "ONE WAY", "BANDWIDTH", ""), rows))
+
+
+def _kind(made: Plan) -> str:
+    return f"{made.kind} (experimental)" if made.experimental else made.kind
 
 
 def _figures(made: Plan) -> tuple[str, ...]:

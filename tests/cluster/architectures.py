@@ -42,7 +42,7 @@ SAME = "same"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A column of the table. Layers of `split` are by rank, the last layers first."""
+    """A column of the table. Layers of `split` are by stage, the last layers first."""
 
     name: str
     kind: str
@@ -55,6 +55,7 @@ WAYS = (
     Way("TP4", "tensor", 4),
     Way("PP2", "pipeline", 2, (3, 1)),
     Way("PP3", "pipeline", 3, (1, 2, 1)),
+    Way("TP2×PP2", "both", 4, (3, 1)),
 )
 
 # What the configs of tests/conformance lack to be shared by four: heads of every kind, and four layers.
@@ -149,11 +150,11 @@ class Suite:
         return f"DIFFERS: {off} of {len(wanted)} replies" if off else SAME
 
     def _cut(self, case: str, source: Path, way: Way) -> list[Path]:
-        split = SPLITS.get(case, {}).get(way.name, way.split)
+        split = SPLITS.get(case, {}).get(way.name[-3:], way.split)
         parts = parts_of(source, self._work / case.replace("/", "-") / "parts", way.kind, way.size, split)
-        if way.kind == "pipeline":
+        if way.kind != "tensor":
             # As every rank does when it loads; one that refuses ends.
-            whole_runner(adapted(case), VOCAB)
+            whole_runner(adapted(case), VOCAB, paired=way.kind == "both")
         return parts
 
     def _folder(self, case: str) -> Path:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxinfer import upstream
-from mlxinfer.distributed.facts import PretendGroup
+from mlxinfer.distributed.groups import PretendGroup
 from mlxinfer.distributed.shards import Part, split
 from mlxinfer.errors import InvalidRequestError
 from tests import tiny
