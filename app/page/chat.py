@@ -16,6 +16,7 @@ import gradio as gr
 
 from mlxinfer import zoo
 from mlxinfer.app.page import attach, choices, settings, sidebar
+from mlxinfer.app.page.markup import legible
 from mlxinfer.app.page.rows import Row, Transcript, rows_of, rows_of_shown, transcript
 from mlxinfer.app.page.viewers import Viewers
 from mlxinfer.errors import InvalidRequestError, MlxinferError
@@ -83,10 +84,14 @@ class ChatPage:
         return updates | self.status(model, shown.used)
 
     def greeting(self, here: list[str], *, shown: bool = True) -> Updates:
-        """What stands in place of a conversation; without a model `here`, how to get one, or that one is on its way."""
+        """What stands in place of a conversation; without a model `here`, how to get one, that one is on its way, or
+        why it isn't."""
         texts, entry = self.context.texts, zoo.find_entry(zoo.DEMO)
+        last = next(iter(self.context.library.pulls()), None)
         comes = not here and self.pull() is not None
         said = texts("hello" if here else "on_its_way" if comes else "no_model")
+        if not here and not comes and last is not None and last.state == "failed":
+            said += f"\n\n⚠️ {legible(texts('fetch_failed', name=last.name, error=last.error))}"
         label = texts("get_demo", size=human_bytes(entry.size_bytes) if entry else "")
         return {
             self.parts.hello: gr.update(value=said, visible=shown),

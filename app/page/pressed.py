@@ -120,7 +120,6 @@ class SidePage:
 
     def tick(self, model: str | None, key: str) -> Updates:
         """While a model is fetched or loaded."""
-        failed = next((one for one in self.context.library.pulls() if one.name == zoo.DEMO), None)
         here = self.context.library.models()
         updates: Updates = {}
         if not model and here:
@@ -130,9 +129,6 @@ class SidePage:
             updates[self.parts.model] = gr.update(choices=here, value=model)
         elif not here and self.chat.pull() is None:  # it came to nothing
             updates = self.chat.greeting(here, shown=not key)
-            if failed is not None and failed.state == "failed":
-                said = self.context.texts("fetch_failed", name=failed.name, error=failed.error)
-                gr.Warning(html.escape(said), duration=20)
         shown = self.chat.status(model or "", 0)
         if model and choices.status(self.context, model) == "loaded":
             chat = self.chat.find(key)

@@ -55,7 +55,7 @@ WAYS = (
     Way("TP4", "tensor", 4),
     Way("PP2", "pipeline", 2, (3, 1)),
     Way("PP3", "pipeline", 3, (1, 2, 1)),
-    Way("TP2×PP2", "both", 4, (3, 1)),
+    Way("TP2 x PP2", "both", 4, (3, 1)),
 )
 
 # What the configs of tests/conformance lack to be shared by four: heads of every kind, and four layers.

@@ -39,7 +39,9 @@ def test_sums_and_hand_overs_of_one_number_and_of_a_hundred_megabytes_arrive(tmp
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
     ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK], env=os.environ | {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, "-c", RANK], env=os.environ | {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)}
+        )
         for rank in range(4)
     ]
     try:
