@@ -187,8 +187,8 @@ Every architecture whose code in mlx-lm has `shard()` (by heads, TP) or `pipelin
 random weights in float32, cut and run by real ranks on one machine. "same": the greedy tokens of one prompt alone and
 of four together are those of one process. Layers of PP2 are shared out 1 + 3 and of PP3 1 + 2 + 1, those of
 bailing_hybrid 2 + 4 and 2 + 2 + 2 (every stage needs a layer of full attention), those of kimi_k3 2 + 2 and 2 + 1 + 1
-(mlx-lm shares them out itself). What is refused is refused before it is loaded, with these words. All other
-architectures are served by one machine only.
+(mlx-lm shares them out itself). TP2 x PP2 is the stages of PP2, each of them two ranks that share its heads. What is
+refused is refused before it is loaded, with these words. All other architectures are served by one machine only.
 
 """
 

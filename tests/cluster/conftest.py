@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def lent() -> Iterator[dict[int, Lent]]:
     """Ranks by their number, for one model after the other."""
-    made = {2: Lent(2), 3: Lent(3)}
+    made = {size: Lent(size) for size in (2, 3, 4)}
     try:
         yield made
     finally:

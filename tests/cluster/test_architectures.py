@@ -22,6 +22,7 @@ REPRESENTATIVE = {
     ("deepseek_v3", "PP2"),
     ("minimax_m3_vl", "PP2"),
     ("qwen3_next", "PP3"),
+    ("kimi_k3", "TP2 x PP2"),
 }
 MORE = 4  # drawn with SEED from the rest
 SEED = 5

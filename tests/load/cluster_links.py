@@ -33,6 +33,7 @@ SETTINGS: tuple[tuple[str, int, float, float], ...] = (
     ("pipeline", 2, 20000, 100),
     ("pipeline", 3, 25000, 1),
     ("pipeline", 4, 40000, 20),
+    ("both", 4, 20000, 20),
 )
 """Kind, ranks, one way delay in us, MB/s."""
 MODEL: dict[str, Any] = MOE | {
@@ -73,7 +74,8 @@ def rates(engine: Engine, streams: int, tokens: int, rounds: int = 2) -> float:
 
 def one(kind: Any, size: int, delay_us: float, mb_s: float, source: Path, folder: Path, tokens: int) -> dict[str, Any]:
     layers = int(MODEL["num_hidden_layers"])
-    split = [layers // size + (rank < layers % size) for rank in range(size)] if kind == "pipeline" else []
+    stages = {"tensor": 0, "pipeline": size, "both": size // 2}[kind]
+    split = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     parts = parts_of(source, folder, kind, size, split)
     # What computing takes is measured where the links cost nothing.
     with engine_over(parts) as engine:

@@ -116,6 +116,17 @@ def test_uneven_memory_gives_uneven_stages_that_fit() -> None:
     assert staged.bytes_per_rank[1] < 0.5e9
 
 
+def test_pairs_in_a_pipeline_hold_half_of_a_stage_each_and_stay_experimental() -> None:
+    found = plan(cluster(4), QWEN_MOE).plans
+    both, staged = of_kind(found, "both", 4), of_kind(found, "pipeline", 2)
+    assert (both.tensor, len(both.split), sum(both.split)) == (2, 2, 12)
+    assert both.experimental
+    assert both.bytes_per_rank[0] < 0.6 * max(staged.bytes_per_rank)
+    # Over a cable that is slow to answer, two exchanges a layer cost more than they save.
+    slow = plan(cluster(4, "ethernet"), QWEN_MOE).plans
+    assert of_kind(slow, "both", 4).tok_s < of_kind(slow, "pipeline", 2).tok_s
+
+
 def test_heads_that_cannot_be_shared_are_refused_with_the_numbers() -> None:
     found = plan(cluster(3), SMOLLM2)
     why = {refusal.what: refusal.why for refusal in found.refusals}
