@@ -250,7 +250,8 @@ class _Planner:
         times, needs, at = [], [], 0
         for rate, link, count, more in zip(rates, within, split, extra, strict=True):
             held = sum(layers[at : at + count])
-            times.append(held / rate + 2 * count * _swap(link, one))
+            read = held + (more if at == 0 else 0)
+            times.append(read / rate + 2 * count * _swap(link, one))
             needs += [held + more] * 2
             at += count
         hops = [_hop(link, one) + _hop(pair, one) for link, pair in zip(between, within[:-1], strict=True)]
