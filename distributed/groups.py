@@ -69,24 +69,25 @@ class Pair:
         """What the stage before hands over: its first rank to this stage's second, which is next to it and passes
         it on."""
         found = self._receive(shape, dtype, self._own + 1)
-        return self.submit(_send(found, self._own - 1, group=self._group)) if self.rank() else found
+        return _submitted(_send(found, self._own - 1, group=self._group)) if self.rank() else found
 
     def give(self, x: mx.array) -> mx.array:
         """Hand `x`, which both have, to the next stage."""
-        return self.submit(x) if self.rank() else self.submit(_send(x, self._own - 1, group=self._group))
-
-    def submit(self, x: mx.array) -> mx.array:
-        mx.async_eval(x)
-        return x
+        return _submitted(x) if self.rank() else _submitted(_send(x, self._own - 1, group=self._group))
 
     def _others(self, x: mx.array) -> mx.array:
         other = self._own ^ 1
         if self.rank() and x.nbytes > AT_ONCE:
             found = self._receive(x.shape, x.dtype, other)
-            self.submit(_send(x, other, group=self._group))
+            _submitted(_send(x, other, group=self._group))
             return found
-        self.submit(_send(x, other, group=self._group))
+        _submitted(_send(x, other, group=self._group))
         return self._receive(x.shape, x.dtype, other)
 
     def _receive(self, shape: Sequence[int], dtype: mx.Dtype, source: int) -> mx.array:
-        return self.submit(_recv(shape, dtype, source, group=self._group))
+        return _submitted(_recv(shape, dtype, source, group=self._group))
+
+
+def _submitted(x: mx.array) -> mx.array:
+    mx.async_eval(x)
+    return x

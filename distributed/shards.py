@@ -218,6 +218,7 @@ def _part_of(about: dict[str, Any], folder: Path) -> Part:
         part = Part(held["kind"], int(held["rank"]), int(held["size"]), tuple(map(int, held["split"])))
     except (TypeError, KeyError, ValueError) as error:
         raise ModelFileError(f"{folder / MANIFEST} says of no part what it is: {error}") from error
-    if part.kind not in ("tensor", "pipeline", "both") or not 0 <= part.rank < part.size:
+    stages = {"tensor": 0, "pipeline": part.size, "both": part.size / 2}.get(part.kind)
+    if len(part.split) != stages or not 0 <= part.rank < part.size:
         raise ModelFileError(f"{folder / MANIFEST} says of no part what it is: {part.name:.100}")
     return part

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 FILE = Path("cluster.toml")
 KINDS = ("one", "tensor", "pipeline", "both")
-USUAL = ("one", "tensor", "pipeline")
-"""What is served when nobody says; the rest is experimental."""
 
 cluster_option = click.option(
     "--cluster", "file", type=click.Path(path_type=Path), default=FILE, help="The cluster's file [cluster.toml]."
@@ -66,7 +64,9 @@ def folder_of(model: str, settings: Settings) -> Path:
 
 def wanted(kinds: tuple[str, ...]) -> frozenset[str]:
     """Of plans that may be served."""
-    return frozenset(kinds or USUAL)
+    from mlxinfer.distributed.serving import RUN
+
+    return frozenset(kinds or RUN)
 
 
 def show(planned: Planned, kinds: frozenset[str]) -> None:
