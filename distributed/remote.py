@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,9 +111,7 @@ class RemoteRunner:
         plain, whole = wire.spec_out(spec, None), wire.spec_out(spec, source)
         plain["logprobs"] = None
         self._known[spec.request_id] = _Known(spec, plain, whole)
-        if not self._ranks.lost:
-            # Where they are lost, the next step says so, and all that is known is told to the new ones.
-            self._told(spec.request_id)
+        self._told(spec.request_id)
 
     def launch(self, step: Step) -> RemoteLaunched:
         """Raises RowsLostError."""
@@ -127,18 +126,14 @@ class RemoteRunner:
 
     def forget(self, request_id: str) -> None:
         """A row that holds nothing."""
-        if self._known.pop(request_id, None) is not None and not self._ranks.lost:
-            self._send({"forget": request_id})
+        if self._known.pop(request_id, None) is not None:
+            self._tell([{"forget": request_id}] * self._ranks.size)
 
     def drop_all(self) -> None:
         """Nothing that the ranks hold can be trusted: end them, and wait until new ones have loaded."""
         why = self._ranks.lost or "a step failed"
         self._ranks.close()
-        self._in_vain += 1
-        if self._in_vain > TRIES:
-            self._in_vain = 0
-            raise RanksLostError(f"ranks were lost {TRIES + 1} times before they gave anything: {why}")
-        self._ranks = self._start(why)
+        self._ranks = self._again(why)
         if self.prefixes is not None:
             # What the others held is gone.
             room = self._ranks.spare_bytes if self.restores else 0
@@ -147,6 +142,17 @@ class RemoteRunner:
         for request_id, known in self._known.items():
             known.length = None
             self._told(request_id)
+
+    def _again(self, why: str) -> RankSet:
+        while True:
+            self._in_vain += 1
+            if self._in_vain > TRIES:
+                self._in_vain = 0
+                raise RanksLostError(f"ranks were lost {TRIES + 1} times before they gave anything: {why}")
+            try:
+                return self._start(why)
+            except RanksLostError as error:
+                why = str(error)
 
     def read(self, number: int) -> Outputs:
         """What a step gave, waited for. Raises RowsLostError."""
@@ -234,18 +240,16 @@ class RemoteRunner:
 
     def _told(self, request_id: str) -> None:
         held = self._known[request_id]
-        try:
-            for rank in range(self._ranks.size):
-                self._ranks.send(rank, {"admit": held.plain if rank else held.whole})
-        except RanksLostError as error:
-            raise RowsLostError(str(error)) from error
+        self._tell([{"admit": held.plain if rank else held.whole} for rank in range(self._ranks.size)])
 
     def _tell_adapter(self, name: str, folders: Sequence[str]) -> None:
-        try:
-            for rank, folder in enumerate(folders):
-                self._ranks.send(rank, {"adapter": {"name": name, "folder": folder}})
-        except RanksLostError as error:
-            raise RowsLostError(str(error)) from error
+        self._tell([{"adapter": {"name": name, "folder": folder}} for folder in folders])
+
+    def _tell(self, messages: Sequence[Any]) -> None:
+        """One to each rank. Where they are lost the next step says so, and the new ones are told all that is known."""
+        with contextlib.suppress(RanksLostError):
+            for rank, message in enumerate(messages):
+                self._ranks.send(rank, message)
 
     def _send(self, message: Any) -> None:
         try:

@@ -11,7 +11,6 @@ import mlx.nn as nn
 
 from mlxinfer.engine.adapters import Adapters
 from mlxinfer.engine.blank import blank
-from mlxinfer.engine.events import RowsLostError
 from mlxinfer.errors import MlxinferError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -55,18 +54,14 @@ class RemoteAdapters(Adapters):
             undo.callback(self._files.pop, files.name)
             folders = self._bring(files)
             undo.pop_all()
-        with contextlib.suppress(RowsLostError):
-            # Then the next ranks are told.
-            self._tell(files.name, folders)
+        self._tell(files.name, folders)
 
     def again(self) -> None:
-        """Tell new ranks. What can't be brought to them is there no more. Raises RowsLostError."""
+        """Tell new ranks. What can't be brought to them is there no more."""
         assert self._bring is not None or not self._files
         for name, files in list(self._files.items()):
             try:
                 self._tell(name, self._bring(files) if self._bring else ())
-            except RowsLostError:
-                raise
             except MlxinferError as error:
                 log.warning("the adapter %s is gone: %s", name, error)
                 del self._files[name]

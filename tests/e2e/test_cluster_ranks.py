@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mlxinfer.distributed.ranks import RanksLostError
 from mlxinfer.engine.engine import Request
 from mlxinfer.engine.rows import RowSpec
 from mlxinfer.engine.sampling import RowSampling
@@ -58,6 +59,31 @@ def test_a_rank_that_is_killed_under_eight_streams_costs_no_token(tmp_path: Path
             )
             assert got == wanted
             assert runner.ranks.pids != before
+
+
+def test_what_finds_the_ranks_gone_is_not_lost_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write_folder(tmp_path / "m")
+    with engine_here(source) as engine:
+        wanted = replies(engine, PROMPTS[:4])
+    with engine_over(parts_of(source, tmp_path / "parts", "tensor", 2)) as engine:
+        runner: Any = engine.runner
+        send, start, failures = runner.ranks.send, runner._start, ["no plan of theirs starts"]
+
+        def send_to_the_dead(rank: int, message: Any) -> None:
+            if "admit" in message:
+                os.kill(runner.ranks.pids[1], signal.SIGKILL)
+                runner.ranks._lose("a request found it out")
+            send(rank, message)
+
+        def start_at_last(why: str) -> Any:
+            if failures:
+                raise RanksLostError(failures.pop())
+            return start(why)
+
+        monkeypatch.setattr(runner.ranks, "send", send_to_the_dead)
+        monkeypatch.setattr(runner, "_start", start_at_last)
+        assert replies(engine, PROMPTS[:4]) == wanted
+        assert not failures
 
 
 def test_clients_that_leave_leave_nothing_on_the_ranks(tmp_path: Path) -> None:
