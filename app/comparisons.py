@@ -6,6 +6,7 @@ are kept or one is gone on with.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import unicodedata
@@ -63,16 +64,14 @@ class Comparison:
         threading.Thread(target=self._watch, name="mlxinfer-compare", daemon=True).start()
 
     def _begin(self) -> tuple[_Side, _Side]:
-        question, sides = self.question, []
-        try:
+        question, sides = self.question, list[_Side]()
+        with contextlib.ExitStack() as undo:
             for model in question.models:
                 title = f"{_title(question.prompt)} ({model})"
                 chat = self._store.create(model, title=title, system=question.system, **question.settings)
-                sides.append(_Side(chat, self._replies.ask(chat.id, question.prompt)))
-        except BaseException:
-            for side in sides:
-                side.live.stop()
-            raise
+                sides.append(side := _Side(chat, self._replies.ask(chat.id, question.prompt)))
+                undo.callback(side.live.stop)
+            undo.pop_all()
         return sides[0], sides[1]
 
     @property

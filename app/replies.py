@@ -5,6 +5,7 @@ A page that is closed, or opened twice, changes nothing: `Live.shown` is what th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -220,14 +221,14 @@ class _Run:
 
     def _lease(self) -> Lease:
         future = self.pool.request(self.chat.model)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.pool.abandon, future)
             while not future.done():
                 if self.live.stopping.wait(0.05):
                     raise _StoppedError
-            return future.result()
-        except BaseException:
-            self.pool.abandon(future)
-            raise
+            lease = future.result()
+            undo.pop_all()
+        return lease
 
     def _answer(self, llm: LLM) -> None:
         prepared = prepare(llm, task_of(self.chat, self.store.branch(self.chat.id, self.reply.parent)))

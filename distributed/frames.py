@@ -56,12 +56,11 @@ class Channel:
         self._sent = self._received = 0
         self.peer = _name_of(connection)
         self._out, self._in = (b"S", b"C") if serving else (b"C", b"S")
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._key = self._shaken(secret, serving=serving)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def send(self, body: Any) -> None:
         """A JSON value, or bytes as they are. Raises ChannelError when the other side has gone."""

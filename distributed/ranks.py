@@ -183,7 +183,8 @@ class RankSet:
         self._pulses: dict[int, int] = {}
         self._handles: list[Handle] = []
         self._session = random_secrets.token_hex(16)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             with contextlib.closing(socket.create_server((listen, 0), backlog=self.size)) as server:
                 self._spawn(seats, secret, f"{listen}:{server.getsockname()[1]}")
                 self._accept(server, secret)
@@ -193,9 +194,7 @@ class RankSet:
             for rank in range(self.size):
                 self.send(rank, {"next": {"session": self._session, "port": self._pulses[(rank + 1) % self.size]}})
             self.load([seat.folder for seat in seats], dtype=dtype, begin=begin)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def load(self, folders: Sequence[str], *, dtype: str = "auto", begin: Literal["load", "probe"] = "load") -> None:
         """Have the ranks load the parts in `folders`, in the place of what they held. Raises RanksLostError."""

@@ -237,12 +237,10 @@ def load_over(spread: Spread, name: str, settings: Settings) -> LLM:
         thread.attach(engine)
         return engine
 
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(runner.close)
         engine = thread.call(make)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            runner.close()
-        raise
+        undo.pop_all()
     limit = settings.context_length
     own = context_length(spread.config)
     info = ModelInfo(

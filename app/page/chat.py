@@ -167,13 +167,12 @@ class ChatPage:
             files = attach.uploaded(self.context, named)
             fresh = chat is None
             chat = chat or store.create(model, title=sidebar.title_of(text or files[0].name))
-            try:
+            with contextlib.ExitStack() as undo:
+                if fresh:
+                    undo.callback(store.remove, chat.id)
                 self.keep(chat, model, system, sampling)
                 self._ask(store.conversation(chat.id), text, files, edited)
-            except BaseException:
-                if fresh:
-                    store.remove(chat.id)
-                raise
+                undo.pop_all()
             attach.forget(files)
         updates = self.view(chat.id, search)
         updates[self.parts.composer] = self.composer(writing=True, value={"text": "", "files": []})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +61,12 @@ class FolderSource:
         self.path = folder
         self.config: Mapping[str, Any] = plain_config(folder)
         self._store = open_store(folder)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._store.close)
             layout = lay_out(self._store)
             self._entries = _by_name(folder, layout)
             extras, notes = other_files(folder, self.config)
-        except BaseException:
-            self._store.close()
-            raise
+            undo.pop_all()
         self.tensors: Mapping[str, Logical] = {name: entry.logical for name, entry in self._entries.items()}
         self.dropped: Mapping[str, str] = layout.dropped
         self.extras: Mapping[str, bytes | Path] = extras

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -153,7 +154,8 @@ class SafetensorsStore:
         self._files: dict[Path, DataFile] = {}
         self._arrays: dict[Path, dict[str, mx.array]] = {}
         places = _weight_map(folder)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             for shard in shard_files(folder):
                 self._files[shard] = DataFile(shard)
                 for name, info in check_safetensors(shard).items():
@@ -165,9 +167,7 @@ class SafetensorsStore:
                     raise ModelFileError(
                         f"{folder / file}: tensor {name!r:.120} is missing, which the index places there"
                     )
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         info, stored = self._infos[name], self.tensors[name]

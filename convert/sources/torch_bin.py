@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ class TorchStore:
         self._views: dict[str, tuple[TensorView, int]] = {}
         self._files: dict[Path, DataFile] = {}
         places = _weight_map(folder)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             for path in _shards(folder, places):
                 self._files[path] = DataFile(path)
                 self._open(self._files[path], places)
@@ -44,9 +46,7 @@ class TorchStore:
                     raise ModelFileError(
                         f"{folder / file}: tensor {name!r:.120} is missing, which the index places there"
                     )
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _open(self, file: DataFile, places: Mapping[str, str]) -> None:
         where = str(file.path)

@@ -53,11 +53,10 @@ class OwnServer:
         self._process = subprocess.Popen(
             self.command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._log, env=env
         )
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._end_process)
             wait_ready(self.url, self._check_alive, self._start_s)
-        except BaseException:
-            self._end_process()
-            raise
+            undo.pop_all()
 
     def _check_alive(self) -> None:
         assert self._process is not None
